@@ -28,7 +28,9 @@ from starlette.routing import Mount, Route
 
 import gristmill
 
-PAGES = Path(gristmill.__file__).parent / "serve" / "pages"
+PACKAGE = Path(gristmill.__file__).parent
+PAGES = PACKAGE / "serve" / "pages"
+SHARED = PACKAGE / "web" / "pages"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; font-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -159,7 +161,10 @@ class FakeServer:
         return FileResponse(PAGES / "chat.html", headers={"Content-Security-Policy": POLICY})
 
     async def _static(self, request: Request) -> Response:
-        file = PAGES / request.path_params["name"]
+        name = request.path_params["name"]
+        file = next(
+            (folder / name for folder in (PAGES, SHARED) if (folder / name).is_file()), PAGES
+        )
         if not file.is_file():
             return _error(404, "no such file")
         return FileResponse(file, headers={"Content-Security-Policy": POLICY})

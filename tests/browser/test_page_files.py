@@ -9,8 +9,8 @@ import pytest
 
 import gristmill
 
-PAGES = Path(gristmill.__file__).parent / "serve" / "pages"
-FILES = sorted(PAGES.iterdir())
+PACKAGE = Path(gristmill.__file__).parent
+FILES = sorted(file for room in ("serve", "web") for file in (PACKAGE / room / "pages").iterdir())
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -19,9 +19,10 @@ from gristmill.config.load import load_text
 from gristmill.generate.engine import Engine
 from gristmill.generate.request import Generation
 from gristmill.serve.served import LoadOptions
-from gristmill.serve.server import ServerOptions, ServerParts, bind, run
-from gristmill.serve.service import Limits
+from gristmill.serve.server import ServerOptions, ServerParts, run
 from gristmill.train.run import Run
+from gristmill.web.server import bind
+from gristmill.web.service import Limits
 
 RUN = """
 name = "mill"

@@ -119,7 +119,7 @@ def test_readers_that_do_not_read_stop_nobody(
     mill: Path, serve_models: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are given up when they have read nothing for a while."""
-    from gristmill.serve import call
+    from gristmill.web import call
 
     monkeypatch.setattr(call, "STALL_SECONDS", 1.0)
     # Otherwise the kernel takes megabytes for a client that reads nothing.

@@ -254,9 +254,9 @@ def test_histograms_are_cumulative() -> None:
 
 def test_metrics_have_one_head_for_each_name() -> None:
     metrics = Metrics()
-    metrics.requests["/v1/completions", 200] += 2
+    requests = {("/v1/completions", 200): 2}
     models = [ModelState("a", 4, 1, 0), ModelState('b"\n', 4, 2, 3)]
-    lines = metrics.text(models, running=3).splitlines()
+    lines = metrics.text(models, requests=requests, running=3).splitlines()
     heads = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(heads) == len(set(heads))
     assert 'gristmill_queue{model="b\\"\\n"} 3' in lines

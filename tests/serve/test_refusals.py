@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.serve.access import is_local, read_keys, require_keys
-from gristmill.serve.fields import shown
-from gristmill.serve.server import bind
-from gristmill.serve.service import Limits
+from gristmill.web.access import is_local, read_keys, require_keys
+from gristmill.web.fields import shown
+from gristmill.web.server import bind
+from gristmill.web.service import Limits
 
 HELLO = [{"role": "user", "content": "the mill"}]
 

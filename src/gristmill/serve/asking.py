@@ -10,10 +10,10 @@ from gristmill.base.errors import UserError
 from gristmill.generate.constraints import Constraint
 from gristmill.generate.request import Request
 from gristmill.serve.protocol import ConstraintSpec, Options, Prompt
-from gristmill.serve.refusals import bad_request, bad_value, unavailable
 from gristmill.serve.served import OpenedModel, ServedModel
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
+from gristmill.web.refusals import bad_request, bad_value, unavailable
 
 _LONG = 4096
 """Characters from which on text is encoded in another thread."""

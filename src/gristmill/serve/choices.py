@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 from gristmill.generate.request import Request
 from gristmill.generate.text import TextWriter
 from gristmill.serve.metrics import Metrics
-from gristmill.serve.refusals import RefusalError, defect
 from gristmill.serve.token_texts import Offsets, TokenEntry, TokenTexts, probability_entry
 from gristmill.serve.worker import News, Ticket, Worker
+from gristmill.web.refusals import RefusalError, defect
 
 FinishReason = Literal["stop", "length"]
 

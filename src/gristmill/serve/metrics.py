@@ -7,13 +7,12 @@ gristmill_requests_total{route="/v1/completions",status="200"} 17
 from __future__ import annotations
 
 import bisect
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gristmill.web.call import CLIENT_LEFT
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-CLIENT_LEFT = 499
-"""The status of a request whose client left before its answer was complete."""
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
@@ -57,8 +56,6 @@ class Metrics:
     """What a server counts."""
 
     def __init__(self) -> None:
-        self.requests = Counter[tuple[str, int]]()
-        """By route and status."""
         self.prompt_tokens = 0
         self.generated = 0
         self.loads = 0
@@ -73,15 +70,18 @@ class Metrics:
         else:
             self.between_tokens.add(seconds / count, count)
 
-    def text(self, models: Sequence[ModelState], *, running: int) -> str:
-        """All of it, for Prometheus; `running` requests are being answered."""
-        return "\n".join([*self._lines(models, running), ""])
+    def text(
+        self,
+        models: Sequence[ModelState],
+        *,
+        requests: Mapping[tuple[str, int], int],
+        running: int,
+    ) -> str:
+        """All of it, for Prometheus; so many requests were answered by route and status, and
+        `running` are being answered."""
+        return "\n".join([*_request_lines(requests), *self._lines(models, running), ""])
 
     def _lines(self, models: Sequence[ModelState], running: int) -> Iterator[str]:
-        name = "gristmill_requests_total"
-        yield from _head(name, "counter", f"Requests; status {CLIENT_LEFT}: the client left.")
-        for (route, status), count in sorted(self.requests.items()):
-            yield f'{name}{{route="{route}",status="{status}"}} {count}'
         for name, kind, what, value in (
             ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
             ("generated_tokens_total", "counter", "Tokens generated.", self.generated),
@@ -107,6 +107,13 @@ class Metrics:
         ):
             yield from _head(f"gristmill_{name}", "histogram", what)
             yield from histogram.lines(f"gristmill_{name}")
+
+
+def _request_lines(requests: Mapping[tuple[str, int], int]) -> Iterator[str]:
+    name = "gristmill_requests_total"
+    yield from _head(name, "counter", f"Requests; status {CLIENT_LEFT}: the client left.")
+    for (route, status), count in sorted(requests.items()):
+        yield f'{name}{{route="{route}",status="{status}"}} {count}'
 
 
 def _head(name: str, kind: str, what: str) -> Iterator[str]:

@@ -22,9 +22,9 @@ from gristmill.generate.sampling import (
     MOST_TEMPERATURE,
     Sampling,
 )
-from gristmill.serve.fields import Fields, require_text, shown
-from gristmill.serve.refusals import bad_request, bad_value
 from gristmill.text.chat.conversations import Message
+from gristmill.web.fields import Fields, require_text, shown
+from gristmill.web.refusals import bad_request, bad_value
 
 MOST_CHOICES = 16
 """The limit of `n` and `best_of`."""

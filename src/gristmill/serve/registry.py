@@ -25,9 +25,9 @@ from gristmill.distributed.device import select_device
 from gristmill.model import Model
 from gristmill.models.spec import CausalLM
 from gristmill.serve.metrics import Metrics
-from gristmill.serve.refusals import RefusalError, bad_request, no_model
 from gristmill.serve.served import LoadOptions, OpenedModel, ServedModel
 from gristmill.track.folder import RunFolder
+from gristmill.web.refusals import RefusalError, bad_request
 
 Result = TypeVar("Result")
 _END_SECONDS = 10.0
@@ -74,6 +74,12 @@ class _Entry:
     def has_gone(self) -> bool:
         """Whether a checkpoint was deleted that is not in memory."""
         return self.served is None and self.path is not None and not self.path.is_dir()
+
+
+def no_model(id: str) -> RefusalError:
+    """The refusal of a name that no model has."""
+    what = f"there is no model {id[:200]!r}; /v1/models has the names"
+    return RefusalError(404, what, param="model", code="model_not_found")
 
 
 class Registry:

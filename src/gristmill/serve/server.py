@@ -1,44 +1,38 @@
-"""Starts the server, and stops it.
-
-TERM, INT     no more requests; those that run are finished, within the drain time; exit 0
-once more     at once
-"""
+"""Starts the server of models, and stops it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
-import os
-import resource
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import UserError, optional
-from gristmill.serve.access import Access, is_local, read_keys, require_keys
-from gristmill.serve.app import EXTRA, PURPOSE, App, build_app
+from gristmill.base.errors import optional
+from gristmill.serve.app import App
 from gristmill.serve.metrics import Metrics
 from gristmill.serve.registry import Registry
 from gristmill.serve.served import LoadOptions
-from gristmill.serve.service import Limits, Service, counted_requests
+from gristmill.web.access import Access, is_local, read_keys, require_keys
+from gristmill.web.routes import EXTRA, build_app
+from gristmill.web.server import (
+    allow_many_files,
+    bind,
+    stop_server,
+    stopped_by_signals,
+    url_of,
+    web_server,
+)
+from gristmill.web.service import Limits, Service
 
+PURPOSE = "serving a model"
 SWITCH_SECONDS = 0.0005
 """How long a thread that computes may hold Python's lock while another waits for it. With Python's
 own 5 ms, a token waits for about one more before it is sent."""
-BACKLOG = 1024
-"""Connections that the system holds until they are accepted."""
-MOST_FILES = 65536
-MOST_CONNECTIONS = 16384
-"""More are refused, also if they ask nothing."""
-_CLOSE_SECONDS = 2
-"""For connections to close, after the last answer was sent."""
 
 
 @dataclass(frozen=True)
@@ -64,41 +58,11 @@ def serve(models: Sequence[str], options: ServerOptions, *, log: Callable[[str],
     for note in notes:
         log(f"warning: {note}")
     require_keys(options.host, keys)
-    _allow_many_files()
+    allow_many_files()
     sys.setswitchinterval(SWITCH_SECONDS)
     bound = bind(options.host, options.port)
     with contextlib.closing(bound):
         asyncio.run(run(models, options, bound=bound, keys=keys, log=log))
-
-
-def _allow_many_files() -> None:
-    """Every connection is a file; the usual limit of 1024 would refuse the next one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The socket of the server."""
-    where = f"--host {host} --port {port}"
-    try:
-        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(BACKLOG)
-    except OSError as error:
-        remedy = "choose another with --port" if error.errno == errno.EADDRINUSE else None
-        what = error.strerror or str(error)
-        if error.errno == errno.EADDRINUSE:
-            what = "another program uses this port"
-        raise UserError(what, where=where, remedy=remedy) from error
-    bound.setblocking(False)
-    return bound
 
 
 @dataclass(frozen=True)
@@ -128,9 +92,11 @@ async def run(
     for model in models:
         registry.add(model)
     access = Access(keys, local=is_local(options.host))
-    service = Service(access=access, limits=options.limits, metrics=metrics, log=log)
-    server = _web_server(build_app(App(service, registry, metrics)))
-    log(f"serving {', '.join(registry.names)} at {_url(options.host, bound)}")
+    service = Service(access=access, limits=options.limits, log=log)
+    routes = App(service, registry, metrics).routes
+    app = build_app(service, routes, prefix="/v1", purpose=PURPOSE)
+    server = web_server(app, purpose=PURPOSE)
+    log(f"serving {', '.join(registry.names)} at {url_of(options.host, bound)}")
     # What was read so far stays; without it, collecting garbage takes a third of the time.
     gc.collect()
     gc.freeze()
@@ -140,10 +106,10 @@ async def run(
     ]
 
     def stop() -> Coroutine[Any, Any, None]:
-        return _stop(service, server, options.drain, log)
+        return stop_server(service, server, options.drain, log=log)
 
     begun(ServerParts(service, registry, metrics, stop))
-    with _stopped_by_signals(stop):
+    with stopped_by_signals(stop):
         await server.serve(sockets=[bound])
     for task in tasks:
         task.cancel()
@@ -155,65 +121,3 @@ async def _load_first(registry: Registry) -> None:
     with contextlib.suppress(Exception):  # was logged, and is told to those who ask
         async with registry.borrow(registry.names[0]):
             pass
-
-
-async def _stop(service: Service, server: Any, seconds: float, log: Callable[[str], None]) -> None:
-    waiting = counted_requests(service.running)
-    log(f"stopping: {waiting} may take {seconds:g}s to finish" if service.running else "stopping")
-    await service.drain(seconds)
-    server.should_exit = True
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(stop: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
-    """Call `stop` at the first signal; end the process at the second. Other threads get none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
-
-    def handle(number: int) -> None:
-        if tasks:
-            os._exit(128 + number)
-        tasks.append(loop.create_task(stop()))
-
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, handle, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-
-
-def _web_server(app: Any) -> Any:
-    uvicorn = optional("uvicorn", extra=EXTRA, purpose=PURPOSE)
-
-    class Server(uvicorn.Server):  # type: ignore[misc, name-defined]
-        """Leaves signals to us: its own way of stopping takes no more connections, so nobody could
-        ask for its health."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=60,
-        limit_concurrency=MOST_CONNECTIONS,
-        timeout_graceful_shutdown=_CLOSE_SECONDS,
-        backlog=BACKLOG,
-    )
-    return Server(config)
-
-
-def _url(host: str, bound: socket.socket) -> str:
-    name = f"[{host.strip('[]')}]" if ":" in host else host
-    return f"http://{name}:{bound.getsockname()[1]}"

@@ -28,7 +28,6 @@ from gristmill.serve.asking import (
     require_bias,
     require_room,
 )
-from gristmill.serve.call import Call
 from gristmill.serve.choices import Answer, Choice, Piece
 from gristmill.serve.metrics import Metrics
 from gristmill.serve.prompt_scores import prompt_probabilities
@@ -43,6 +42,7 @@ from gristmill.serve.protocol import (
 from gristmill.serve.registry import Registry
 from gristmill.serve.served import ServedModel
 from gristmill.serve.token_texts import TokenEntry, prompt_entries
+from gristmill.web.call import Call
 
 ChoiceJson = Callable[[Choice, Piece], dict[str, Any]]
 """A choice of an answer, or of a chunk of a stream."""

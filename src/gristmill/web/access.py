@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.serve.call import Call
-from gristmill.serve.refusals import RefusalError
+from gristmill.web.call import Call
+from gristmill.web.refusals import RefusalError
 
 _OPEN = ("/", "/health")
 _OPEN_FOLDER = "/static/"

@@ -11,10 +11,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gristmill.serve.fields import parse_json
-from gristmill.serve.metrics import CLIENT_LEFT
-from gristmill.serve.refusals import RefusalError
+from gristmill.web.fields import parse_json
+from gristmill.web.refusals import RefusalError
 
+CLIENT_LEFT = 499
+"""The status of a request whose client left before its answer was complete."""
 STALL_SECONDS = 60.0
 """A client that reads nothing for so long has left."""
 MOST_DISCARDED = 2**28

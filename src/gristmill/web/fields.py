@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gristmill.serve.refusals import bad_request
+from gristmill.web.refusals import bad_request
 
 _SHOWN = 60
 """Characters of a value that a message repeats."""

@@ -57,12 +57,6 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return RefusalError(400, message, param=param, code=code)
 
 
-def no_model(id: str) -> RefusalError:
-    """A name that no model has."""
-    what = f"there is no model {id[:200]!r}; /v1/models has the names"
-    return RefusalError(404, what, param="model", code="model_not_found")
-
-
 def unavailable(
     message: str, *, status: int = 503, code: str, seconds: int = RETRY_SECONDS
 ) -> RefusalError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gristmill.serve.access import Access
-from gristmill.serve.call import Call, ClientLeftError, Receive, Scope, Send
-from gristmill.serve.metrics import CLIENT_LEFT, Metrics
-from gristmill.serve.refusals import RefusalError, defect, unavailable
+from gristmill.web.access import Access
+from gristmill.web.call import CLIENT_LEFT, Call, ClientLeftError, Receive, Scope, Send
+from gristmill.web.refusals import RefusalError, defect, unavailable
 
 BODY_SECONDS = 30.0
 """Within which a client must have sent its request."""
@@ -29,7 +29,7 @@ class Limits:
     """Bytes."""
     seconds: float = 600.0
     running: int = 4096
-    """Requests at once, those included that wait for a slot."""
+    """Requests at once, those included that wait for their turn."""
 
 
 @dataclass(eq=False)
@@ -47,10 +47,10 @@ def counted_requests(count: int) -> str:
 class Service:
     """What all routes share."""
 
-    def __init__(
-        self, *, access: Access, limits: Limits, metrics: Metrics, log: Callable[[str], None]
-    ) -> None:
-        self.metrics, self.draining = metrics, False
+    def __init__(self, *, access: Access, limits: Limits, log: Callable[[str], None]) -> None:
+        self.requests = Counter[tuple[str, int]]()
+        """How many were answered, by route and status."""
+        self.draining = False
         self._access, self._limits, self._log = access, limits, log
         self._running = dict[_Running, None]()
         self._idle = asyncio.Event()
@@ -102,7 +102,7 @@ class Service:
             self._log("a request failed:\n" + "".join(traceback.format_exception(error)).rstrip())
             await self._refuse(call, defect())
         finally:
-            self.metrics.requests[route, call.status or CLIENT_LEFT] += 1
+            self.requests[route, call.status or CLIENT_LEFT] += 1
 
     def _admit(self) -> None:
         if self.draining:

@@ -1,0 +1,1 @@
+"""All runs of some folders on one page, while they train."""
