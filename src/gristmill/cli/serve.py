@@ -93,7 +93,7 @@ def serve(
     from gristmill.serve.served import LoadOptions
     from gristmill.serve.server import ServerOptions
     from gristmill.serve.server import serve as run_server
-    from gristmill.serve.service import Limits
+    from gristmill.web.service import Limits
 
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"{device!r} is not auto, cpu, cuda or mps", where="--device")
