@@ -31,7 +31,8 @@ from gristmill.bench.trace import OpClass, StepPhase, Trace, read_trace
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Portions, Resolved, portions
-from gristmill.config.schema import RunConfig, TrackConfig
+from gristmill.config.schema import RunConfig
+from gristmill.config.track import TrackConfig
 from gristmill.data.dataset import path_list
 from gristmill.data.loader import READ_AHEAD
 from gristmill.distributed.device import Device, MatrixRate, memory_explained

@@ -40,6 +40,7 @@ from gristmill.config.parallel import Mesh, build_mesh
 from gristmill.config.resolve import Resolved, divisors, nearest, portions, resolve
 from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.config.settings import Settings, Written, no_effect
+from gristmill.config.track import looks_secret
 
 FP8_MULTIPLE = 16
 """Matrix products in fp8 are of sizes that are multiples of this."""
@@ -66,6 +67,7 @@ def check(
         _chat_fits,
         _precision_fits,
         _schedule_fits,
+        _alert_acts,
         xla_fits,
         layout_problems,
     ):
@@ -83,6 +85,7 @@ def config_warnings(config: RunConfig, resolved: Resolved) -> list[str]:
         *seldom_updated(config, resolved),
         *clipped_curvature(config),
         *_one_target(config),
+        *_secret_address(config),
         *config.old_names,
     ]
 
@@ -93,6 +96,20 @@ def _one_target(config: RunConfig) -> Iterator[str]:
     if config.train.mtp and (xla or config.parallel.cp not in (1, "auto")):
         where = "on XLA devices" if xla else "with context parallelism"
         yield f"train.mtp has no effect {where}: the run predicts the next token only"
+
+
+def _secret_address(config: RunConfig) -> Iterator[str]:
+    if config.alert is not None and config.alert.url and looks_secret(config.alert.url):
+        yield (
+            "whoever can read the run folder can read alert.url, which seems to hold a password; "
+            'to keep it out, put it into an environment variable, and write url = "env:NAME"'
+        )
+
+
+def _alert_acts(config: RunConfig) -> Iterator[Problem]:
+    alert = config.alert
+    if alert is not None and alert.command is None and alert.url is None:
+        yield Problem("nobody is told", "alert", "set alert.command, alert.url, or both")
 
 
 def _no_validation(config: RunConfig) -> Iterator[str]:

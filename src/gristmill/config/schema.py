@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, TypeAdapter
 
-from gristmill.base.units import Duration
 from gristmill.config.hf import HFConfig
 from gristmill.config.launch import LaunchConfig
 from gristmill.config.model import Ability, GPTConfig, ModelConfig
@@ -27,6 +26,7 @@ from gristmill.config.settings import (
     TokenPaths,
     WallTime,
 )
+from gristmill.config.track import AlertConfig, TrackConfig
 
 
 class DataConfig(Settings):
@@ -313,32 +313,6 @@ class CheckpointConfig(Settings):
     that. If the folder holds none, the run begins at step 0."""
 
 
-class WandbConfig(Settings):
-    """Weights & Biases."""
-
-    project: str
-    """Project name there."""
-    entity: str | None = None
-    """User or team that the project belongs to; as W&B's own settings say if not given."""
-    mode: Literal["online", "offline"] = "online"
-    """offline writes files to be sent later with `wandb sync`. WANDB_MODE takes precedence, as all
-    environment variables of W&B do."""
-
-
-class TrackConfig(Settings):
-    """Where the numbers go, besides metrics.jsonl and train.log."""
-
-    every: Interval = Duration.parse("1 steps")
-    """One record per this much progress."""
-    log_format: Literal["gristmill", "megatron", "decentralized"] = "gristmill"
-    """Whose lines standard output has: ours, Megatron-LM's for each record, or those of
-    decentralized GPT-2 training for each validation, for scripts that parse them."""
-    tensorboard: bool = False
-    """Write TensorBoard event files into the run folder."""
-    wandb: WandbConfig | None = None
-    """Report to Weights & Biases."""
-
-
 def any_model(kinds: Mapping[str, type[ModelConfig]]) -> Any:
     """The type of a `[model]` table that is of one of these kinds, told apart by their marks."""
 
@@ -397,6 +371,8 @@ class RunConfig(Settings):
     """Saving."""
     track: TrackConfig = TrackConfig()
     """Metrics."""
+    alert: AlertConfig | None = None
+    """Who is told when the run needs somebody; nobody if not given."""
     launch: LaunchConfig | None = None
     """The job on a cluster, for `gristmill launch`."""
 
