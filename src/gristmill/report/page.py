@@ -4,7 +4,9 @@
 
 The page needs nothing else: no network, no other file, so it can be mailed or kept with a paper.
 Its script draws the charts from the JSON, which stands in a `<script type="application/json">` with
-every "<" written as \\u003c, so that no text of a model or a settings file can end the element.
+every "<" written as \\u003c, so that no text of a model or a settings file can end the element. The
+scripts and styles are those of `pages/`, which the live page loads one by one; here they stand in
+the page, one after the other, without the lines by which they import each other.
 
 Very long runs are thinned while they are read: see `plots`. The run folder keeps everything.
 """
@@ -14,8 +16,9 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -24,7 +27,17 @@ from typing import Any
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json, refuse_devices, write_atomic
 from gristmill.report.plots import RunDigest
+from gristmill.track.account import read_run_time
 from gristmill.track.folder import RunFolder
+
+STYLES = ("report.css", "charts.css")
+SCRIPTS = (
+    *("elements.js", "numbers.js", "curves.js", "painting.js", "charts.js"),
+    *("catalog.js", "account.js", "report.js"),
+)
+"""The scripts of the page, each after those that it imports."""
+_IMPORTS = re.compile(r"^import\s[^;]*;\n", re.MULTILINE)
+_EXPORTS = re.compile(r"^export (?=async |function |class |const |let )", re.MULTILINE)
 
 
 def write_report(
@@ -90,12 +103,20 @@ class _DamagedLines:
 
 
 def _page(content: Mapping[str, Any], *, title: str) -> str:
-    template = resources.files("gristmill.report").joinpath("page.html").read_text("utf-8")
     data = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
-    data = data.replace("<", "\\u003c")
-    before, rest = template.split("{{title}}")
-    middle, after = rest.split("{{data}}")
-    return f"{before}{html.escape(title)}{middle}{data}{after}"
+    scripts = "\n".join(_IMPORTS.sub("", _EXPORTS.sub("", _file(name))) for name in SCRIPTS)
+    parts = {
+        "title": html.escape(title),
+        "style": "\n".join(map(_file, STYLES)),
+        "data": data.replace("<", "\\u003c"),
+        "script": scripts,
+    }
+    template = resources.files("gristmill.report").joinpath("page.html").read_text("utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _file(name: str) -> str:
+    return resources.files("gristmill.report").joinpath("pages", name).read_text("utf-8")
 
 
 def _run(
@@ -116,6 +137,10 @@ def _run(
         "validation": digest.validation,
         "samples": digest.samples(),
         "evaluations": newest_results(folder.evals, warn=warn),
+        "scores": score_curves(folder.evals),
+        "flops_per_token": _flops_per_token(environment),
+        "time": _time(folder),
+        "stragglers": _stragglers(digest),
         "events": digest.events(),
         "settings": folder.settings.read_text("utf-8", errors="replace"),
         "environment": {key: _shown(value) for key, value in _flat(environment).items()},
@@ -137,6 +162,33 @@ def _environment(folder: RunFolder, warn: Callable[[str], None]) -> dict[str, An
         warn(f"left out what is damaged: {error}")
         return {}
     return environment if isinstance(environment, dict) else {}
+
+
+def _flops_per_token(environment: Mapping[str, Any]) -> float | None:
+    """FLOPs of training on one token: what the run wrote, or 6 for each parameter."""
+    for name, factor in (("flops_per_token", 1.0), ("parameters", 6.0)):
+        value = environment.get(name)
+        if isinstance(value, int | float) and 0 < value < 1e300:
+            return float(value) * factor
+    return None
+
+
+def _stragglers(digest: RunDigest) -> list[dict[str, Any]]:
+    return list(getattr(digest, "stragglers", lambda: [])())
+
+
+def _time(folder: RunFolder) -> dict[str, Any] | None:
+    """Where the wall time of the run went; None if it kept no account."""
+    account = read_run_time(folder.path / "time.jsonl")
+    if account is None:
+        return None
+    return {
+        "wall": account.wall,
+        "parts": account.parts,
+        "goodput": account.goodput,
+        "kwh": account.kwh,
+        "attempts": account.attempts,
+    }
 
 
 def _finite(value: Any) -> Any:
@@ -193,16 +245,31 @@ def newest_results(folder: Path, *, warn: Callable[[str], None]) -> list[dict[st
     evals/step-00012000-hellaswag.json   {"name", "precision", "step", "measures": {"acc": {…}}, …}
     """
     newest: dict[tuple[str, str], dict[str, Any]] = {}
-    for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        try:
-            result = _checked(read_json(file))
-        except (DataError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            warn(f"left out {file}, which is damaged: {error}")
-            continue
+    for result in _results(folder, warn):
         key = (result["name"], result["precision"])
         if key not in newest or result["step"] >= newest[key]["step"]:
             newest[key] = result
     return [entry for result in newest.values() for entry in _entries(result)]
+
+
+def score_curves(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The results in a run's `evals/` by step: for each `TASK.MEASURE` its values and standard
+    errors."""
+    curves: dict[str, dict[int, dict[str, Any]]] = {}
+    for result in _results(folder, lambda text: None):
+        for entry in _entries(result):
+            points = curves.setdefault(f"{entry['on']}.{entry['measure']}", {})
+            step = entry["step"]
+            points[step] = {"step": step, "value": entry["value"], "stderr": entry["stderr"]}
+    return {name: [points[step] for step in sorted(points)] for name, points in curves.items()}
+
+
+def _results(folder: Path, warn: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    for file in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            yield _checked(read_json(file))
+        except (DataError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            warn(f"left out {file}, which is damaged: {error}")
 
 
 def _checked(value: Any) -> dict[str, Any]:
