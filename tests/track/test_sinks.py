@@ -26,17 +26,15 @@ from gristmill.track.metrics import (
     ValidationRecord,
     read_metrics,
 )
+from gristmill.track.services import TensorBoardSink, WandbSink, wandb_mode
 from gristmill.track.sinks import (
     EtaEstimator,
     Guarded,
     Horizon,
     JsonlSink,
     LogSink,
-    TensorBoardSink,
-    WandbSink,
     line,
     scalars,
-    wandb_mode,
 )
 from gristmill.train.tracker import Tracker
 
@@ -358,7 +356,7 @@ def test_tracking_needs_no_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     program = (
         "import sys, pathlib, gristmill.track.console\n"
-        "from gristmill.track.sinks import TensorBoardSink\n"
+        "from gristmill.track.services import TensorBoardSink\n"
         f"TensorBoardSink(pathlib.Path({str(tmp_path)!r})).close()\n"
         "assert 'torch' not in sys.modules and 'tensorflow' not in sys.modules\n"
     )

@@ -1,10 +1,11 @@
-"""Where the records of a run go: files on this machine, TensorBoard, Weights & Biases.
+"""Where the records of a run go: files on this machine, and the services of `services.py`.
 
     Tracker ─┬─ Guarded ── JsonlSink        metrics.jsonl
              ├─ Guarded ── LogSink          train.log
              ├─ Guarded ── BarSink          the terminal (see `console`), or LineSink
              ├─ Guarded ── TensorBoardSink  event files, for the extra "tensorboard"
-             └─ Guarded ── WandbSink        Weights & Biases, for the extra "wandb"
+             ├─ Guarded ── WandbSink        Weights & Biases, for the extra "wandb"
+             └─ Guarded ── TrackioSink      trackio, for the extra "trackio"
 
 A sink that fails (a full disk, a lost network) must not cost the run: `Guarded` turns the first
 failure into one warning, which it reports to the caller.
@@ -18,19 +19,18 @@ failure into one warning, which it reports to the caller.
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol
 
-from gristmill.base.errors import UserError, on_one_line, optional, printable
+from gristmill.base.errors import on_one_line, printable
 from gristmill.base.files import storage_errors
 from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.track.metrics import (
@@ -232,13 +232,17 @@ def straggler_event(record: StragglerRecord) -> EventRecord:
     """What is said about a process that is slower than the others."""
     who = f"rank {record.rank} on {on_one_line(record.host)}"
     slow = f"{record.ratio - 1:.0%} slower than the median at {on_one_line(record.phase)}"
-    text = f"{who} is {slow} ({format_seconds(record.seconds)} per step)"
+    text = f"{who} is {slow} ({_step_seconds(record.seconds)} per step)"
     text += f": {on_one_line(record.cause)}" if record.cause else ""
     if record.over:
         text = f"{who} keeps up with the others again at {on_one_line(record.phase)}"
     stamp = {"step": record.step, "samples": record.samples, "tokens": record.tokens}
     level: Literal["info", "warning"] = "info" if record.over else "warning"
     return EventRecord(**stamp, time=record.time, level=level, text=text)
+
+
+def _step_seconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else format_seconds(seconds)
 
 
 def _step_line(record: StepRecord, horizon_steps: int | None, seconds_left: float | None) -> str:
@@ -365,153 +369,3 @@ def scalars(record: Record) -> dict[str, float]:
             if value is not None
         }
     return {}
-
-
-class TensorBoardSink:
-    """Writes event files that TensorBoard reads, with its own writer and without torch."""
-
-    def __init__(self, folder: Path) -> None:
-        def module(name: str) -> Any:
-            return optional(name, extra="tensorboard", purpose="logging to TensorBoard")
-
-        self._event = module("tensorboard.compat.proto.event_pb2")
-        self._summary = module("tensorboard.compat.proto.summary_pb2").Summary
-        self._tensor = module("tensorboard.compat.proto.tensor_pb2").TensorProto
-        self._text = module("tensorboard.plugins.text.metadata").create_summary_metadata("", "")
-        writer = module("tensorboard.summary.writer.event_file_writer").EventFileWriter
-        with storage_errors(folder):
-            self._writer = writer(str(folder))
-        self._started = False
-
-    def write(self, record: Record) -> None:
-        if not self._started:
-            # Tells TensorBoard to drop the steps that a resumed run repeats.
-            start = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._add(record, session_log=start)
-            self._started = True
-        values = [
-            self._summary.Value(tag=name, simple_value=value)
-            for name, value in scalars(record).items()
-        ]
-        if isinstance(record, SampleRecord):
-            values.append(self._text_value("sample", record.prompt + record.text))
-        if isinstance(record, StragglerRecord):
-            record = straggler_event(record)
-        if isinstance(record, EventRecord):
-            values.append(self._text_value(record.level, record.text))
-        self._add(record, summary=self._summary(value=values))
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def _add(self, record: Record, **content: Any) -> None:
-        event = self._event.Event(wall_time=record.time, step=record.step, **content)
-        self._writer.add_event(event)
-
-    def _text_value(self, tag: str, text: str) -> Any:
-        # TensorBoard renders Markdown; text indented by four is shown verbatim.
-        literal = "\n".join(f"    {part}" for part in text.split("\n"))
-        tensor = self._tensor(dtype="DT_STRING", string_val=[literal.encode(errors="replace")])
-        tensor.tensor_shape.dim.add(size=1)
-        return self._summary.Value(tag=tag, tensor=tensor, metadata=self._text)
-
-
-WandbMode: TypeAlias = Literal["online", "offline", "disabled"]
-_WANDB_MODES: Mapping[str, WandbMode] = {
-    "online": "online",
-    "offline": "offline",
-    "disabled": "disabled",
-    "dryrun": "offline",
-    "run": "online",
-}
-"""What WANDB_MODE may say; the last two are its old names."""
-_WANDB_VARIABLES = {
-    "dir": "WANDB_DIR",
-    "project": "WANDB_PROJECT",
-    "entity": "WANDB_ENTITY",
-    "name": "WANDB_NAME",
-    "id": "WANDB_RUN_ID",
-}
-"""The environment variable that W&B takes each of these from; all others it takes in any case."""
-
-
-def wandb_mode(mode: Literal["online", "offline"]) -> WandbMode:
-    """The mode of W&B: that of WANDB_MODE, or else that of the run file."""
-    given = os.environ.get("WANDB_MODE")
-    if not given:
-        return mode
-    if given.lower() not in _WANDB_MODES:
-        raise UserError(
-            f"{printable(given)!r} is no mode of Weights & Biases",
-            where="environment WANDB_MODE",
-            remedy="give online, offline or disabled, or unset it: track.wandb.mode holds then",
-        )
-    return _WANDB_MODES[given.lower()]
-
-
-class WandbSink:
-    """Writes to Weights & Biases, or to a folder for `wandb sync` to send later.
-
-    Environment variables of W&B take precedence over the run file: they are about this start.
-
-    The first record opens the W&B run, inside the guard of the sink, so that an unreachable service
-    does not keep training from starting. Events are left out: W&B has no place for them but alerts,
-    which send mail.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        project: str,
-        name: str,
-        mode: WandbMode,
-        settings: Mapping[str, Any],
-        run_id: str,
-        entity: str | None = None,
-    ) -> None:
-        self._wandb = optional("wandb", extra="wandb", purpose="logging to Weights & Biases")
-        # A login prompt in the middle of a run would wait for an answer forever.
-        if mode == "online" and not self._wandb.login(prompt=False, verify=False):
-            raise UserError(
-                "not logged in to Weights & Biases",
-                where="track.wandb",
-                remedy='run `wandb login`, or set track.wandb.mode = "offline" (WANDB_MODE=offline '
-                "does the same) and send the files later with `wandb sync`",
-            )
-        waits = {"init_timeout": 30, "finish_timeout": 120}
-        ours = {"dir": str(folder), "project": project, "name": name, "id": run_id}
-        if entity is not None:
-            ours["entity"] = entity
-        self._options = {
-            **{
-                key: value
-                for key, value in ours.items()
-                if not os.environ.get(_WANDB_VARIABLES[key])
-            },
-            "resume": "allow",
-            "mode": mode,
-            "config": dict(settings),
-            "settings": {"console": "off", "silent": mode == "offline", **waits},
-        }
-        self._run: Any = None
-
-    def write(self, record: Record) -> None:
-        if self._run is None:
-            self._run = self._wandb.init(**self._options)
-        values: dict[str, Any] = dict(scalars(record))
-        if isinstance(record, SampleRecord):
-            text = f"<pre>{html.escape(record.prompt)}<b>{html.escape(record.text)}</b></pre>"
-            values["sample"] = self._wandb.Html(text)
-        if values:
-            self._run.log(values, step=record.step)
-
-    def flush(self) -> None:
-        """Nothing: W&B sends on its own, and waiting for it would hold up training."""
-
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gristmill.base.files import write_atomic
 from gristmill.base.units import Progress
@@ -25,6 +25,7 @@ from gristmill.track.metrics import (
     ValidationRecord,
     last_step_record,
 )
+from gristmill.track.services import TensorBoardSink, TrackioSink, WandbSink, wandb_mode
 from gristmill.track.sinks import (
     KEPT_RECORDS,
     Guarded,
@@ -32,22 +33,35 @@ from gristmill.track.sinks import (
     JsonlSink,
     LogSink,
     Sink,
-    TensorBoardSink,
-    WandbSink,
-    wandb_mode,
 )
 
+if TYPE_CHECKING:
+    from gristmill.track.alerts import Alerts, Rule
+
+_DELIVERY = 15.0
+"""Seconds that the end of a run waits for alerts to be delivered."""
 _RUN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}\n?")
 
 
 class Tracker:
-    """Sends records to all sinks, stamped with the run's progress."""
+    """Sends records to all sinks, stamped with the run's progress, and alerts to whoever is to be
+    told of them."""
 
-    def __init__(self, sinks: Sequence[Sink], *, clock: Callable[[], Progress]) -> None:
-        self.sinks, self.clock = tuple(sinks), clock
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        *,
+        clock: Callable[[], Progress],
+        alerts: Alerts | None = None,
+    ) -> None:
+        self.sinks, self.clock, self.alerts = tuple(sinks), clock, alerts
         self._lock = threading.RLock()
+        if alerts is not None:
+            alerts.attach(say=lambda text, level: self.say(text, level=level), progress=clock)
 
     def write(self, record: Record) -> None:
+        if self.alerts is not None:
+            self.alerts.note(record)
         with self._lock:
             for sink in self.sinks:
                 sink.write(record)
@@ -65,6 +79,20 @@ class Tracker:
     def sample(self, prompt: str, text: str) -> None:
         self.write(SampleRecord(**self._stamp(), prompt=prompt, text=text))
 
+    def phase(self, name: str) -> None:
+        """What the run does from now on, such as "step" or "validation": alerts about missing
+        progress are more patient outside of steps."""
+        if self.alerts is not None:
+            self.alerts.phase(name)
+
+    def alert(self, rule: Rule, message: str, *, wait: float = 0.0) -> None:
+        """Tell of this, if the run has alerts and asks for it. `wait`: seconds to wait for the
+        delivery at most, if the process is about to be ended; `close` waits in any case."""
+        if self.alerts is not None:
+            self.alerts.tell(rule, message)
+            if wait:
+                self.alerts.wait(wait)
+
     def flush(self) -> None:
         with self._lock:
             for sink in self.sinks:
@@ -72,6 +100,9 @@ class Tracker:
 
     def close(self) -> None:
         """Close all sinks, last to first, so that earlier ones can still record a failure."""
+        if self.alerts is not None:
+            # Without the lock: a delivery is recorded when it is made.
+            self.alerts.detach(seconds=_DELIVERY)
         with self._lock, ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -91,9 +122,10 @@ def build_tracker(
     clock: Callable[[], Progress],
     rank: int = 0,
     leads: bool = True,
+    alerts: Alerts | None = None,
 ) -> Tracker:
     """Console, run folder and tracking services on the rank that `leads`; only a log file on other
-    ranks.
+    ranks, and no alerts.
 
     If a file or service fails, the console shows one warning and training continues. Records of
     the files are written when there is room again.
@@ -108,9 +140,36 @@ def build_tracker(
         "metrics.jsonl": JsonlSink(folder.metrics),
         "train.log": LogSink(folder.log, horizon=horizon),
     }
+    services = _build_services(config, folder)
+    # A terminal that goes away (a closed window, `| head`) must not end the run.
+    terminal = Guarded(console, name="the terminal", report=lambda warning: None)
+    guarded = [
+        Guarded(sink, name=name, report=terminal.write, keep=keep)
+        for sinks, keep in ((files, KEPT_RECORDS), (services, 0))
+        for name, sink in sinks.items()
+    ]
+    return Tracker([terminal, *guarded], clock=clock, alerts=alerts)
+
+
+def build_alerts(config: RunConfig, folder: RunFolder, *, steps: int) -> Alerts | None:
+    """The alerts of this start of a run, for the rank that leads; None if nobody is to be told."""
+    if config.alert is None:
+        return None
+    # Most runs have none, and it imports what talks to servers.
+    from gristmill.track.alerts import Alerts, build_targets
+
+    targets = build_targets(config.alert)
+    return Alerts(config.alert, targets, run=config.name, folder=folder.path, steps=steps)
+
+
+def _build_services(config: RunConfig, folder: RunFolder) -> dict[str, Sink]:
+    """The tracking services that the settings ask for, by name."""
     services: dict[str, Sink] = {}
     if config.track.tensorboard:
         services["TensorBoard"] = TensorBoardSink(folder.path / "tensorboard")
+    # Others may read what a service shows, and an address may hold a password.
+    shown = config.model_copy(update={"alert": None})
+    settings = {"run.toml": dump_run(shown), **shown.model_dump(mode="json")}
     mode = None if config.track.wandb is None else wandb_mode(config.track.wandb.mode)
     if config.track.wandb is not None and mode not in (None, "disabled"):
         # A unique id that survives a resume.
@@ -123,17 +182,18 @@ def build_tracker(
             entity=config.track.wandb.entity,
             name=config.name,
             mode=mode,
-            settings={"run.toml": dump_run(config), **config.model_dump(mode="json")},
+            settings=settings,
             run_id=run_id.read_text().strip(),
         )
-    # A terminal that goes away (a closed window, `| head`) must not end the run.
-    terminal = Guarded(console, name="the terminal", report=lambda warning: None)
-    guarded = [
-        Guarded(sink, name=name, report=terminal.write, keep=keep)
-        for sinks, keep in ((files, KEPT_RECORDS), (services, 0))
-        for name, sink in sinks.items()
-    ]
-    return Tracker([terminal, *guarded], clock=clock)
+    if config.track.trackio is not None:
+        services["trackio"] = TrackioSink(
+            folder.path,
+            project=config.track.trackio.project,
+            space=config.track.trackio.space,
+            name=config.name,
+            settings=settings,
+        )
+    return services
 
 
 def _build_console(
