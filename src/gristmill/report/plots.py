@@ -1,18 +1,8 @@
-"""Curves for the report: the records of a run, thinned to what a screen can show.
+"""The records of a run, summed up while they come: curves, samples, events, headline numbers.
 
-A run has up to millions of steps and a chart about a thousand pixels. Consecutive records are put
-into at most `LIMIT` buckets of nearly equal size; of each bucket a curve keeps
-
-    mean   of the finite values, null if there is none: the line breaks there
-    low    the smallest         } only if buckets hold more than one record,
-    high   the largest          } so that a single spike is still visible
-
-at the place (step, tokens, seconds) of the bucket's last record. Smoothing is left to the page,
-where the reader can change it. Values keep six significant digits.
-
-Records come some at a time, and nobody knows how many there will be. So buckets begin with one
-record each, and whenever there are eight times as many as wanted, each two that are neighbours
-become one: memory does not depend on the length of a run, and sizes differ by a quarter at most.
+A run has up to millions of steps and a chart about a thousand pixels, so curves are thinned: see
+`thinning`. Smoothing is left to the page, where the reader can change it. In the report, values
+keep six significant digits, and buckets are merged into at most `LIMIT` of nearly equal size.
 
 Records are read once and not kept: samples are thinned to `MOST_SAMPLES` steps spread evenly,
 events to the newest `MOST_EVENTS`, and medians are those of values spread evenly. So a run of a
@@ -30,42 +20,33 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice, pairwise
-from operator import attrgetter, itemgetter
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.track.metrics import (
-    STEP_FIELDS,
-    EventRecord,
-    Record,
-    SampleRecord,
-    StepRow,
-    ValidationRecord,
-    scan_metrics,
-)
+from gristmill.report.reading import STEPS, VALIDATION, GroupRows, LineReader
+from gristmill.report.thinning import Curves
+from gristmill.track.metrics import EventRecord, Record, SampleRecord, StragglerRecord
 
 LIMIT = 1000
 FINER = 8
 """How many times more buckets there may be until the last record has come."""
 MOST_SAMPLES = 200
 MOST_EVENTS = 500
+MOST_STRAGGLERS = 200
 _MOST_VALUES = 50_000
 _LAST_RECORDS = 20
-_BLOCK = 4096
-"""Records that are summed up at a time."""
+_PACE_RECORDS = 400
+_BLOCK = 1 << 18
+"""Bytes that are read at a time."""
 STEP_CURVES = (
     *("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "loss_scale"),
     *("sent_bytes", "mixing", "sync_wait"),
 )
 VALIDATION_CURVES = ("loss", "perplexity", "bits_per_byte", "consensus_distance")
-_STAMP = itemgetter(*map(STEP_FIELDS.index, ("step", "tokens", "time")))
-_CURVES = itemgetter(*map(STEP_FIELDS.index, STEP_CURVES))
-_VALIDATED = attrgetter(*VALIDATION_CURVES)
-_LAST = itemgetter(*map(STEP_FIELDS.index, ("sent_bytes", "skipped", "nan")))
 
 
 def buckets(count: int, *, limit: int = LIMIT) -> list[range]:
@@ -75,106 +56,35 @@ def buckets(count: int, *, limit: int = LIMIT) -> list[range]:
     return [range(first, last) for first, last in pairwise(edges)]
 
 
-@dataclass(frozen=True)
-class _Buckets:
-    """Consecutive buckets: B of them, C curves."""
-
-    records_B: npt.NDArray[np.int64]
-    """How many records each holds."""
-    places_BP: npt.NDArray[np.float64]
-    """Step, tokens and seconds of the last record of each."""
-    counts_BC: npt.NDArray[np.int64]
-    """How many finite values."""
-    sums_BC: npt.NDArray[np.float64]
-    lows_BC: npt.NDArray[np.float64]
-    highs_BC: npt.NDArray[np.float64]
-
-    def merged(self, edges: npt.NDArray[np.int64]) -> _Buckets:
-        """Fewer buckets, that begin at these ones."""
-        last = np.append(edges[1:], len(self.records_B)) - 1
-        return _Buckets(
-            np.add.reduceat(self.records_B, edges),
-            self.places_BP[last],
-            np.add.reduceat(self.counts_BC, edges),
-            np.add.reduceat(self.sums_BC, edges),
-            np.minimum.reduceat(self.lows_BC, edges),
-            np.maximum.reduceat(self.highs_BC, edges),
-        )
-
-    def followed_by(self, other: _Buckets) -> _Buckets:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return _Buckets(*map(np.concatenate, pairs))
-
-
-class Plot:
-    """Curves that grow with the records that come."""
-
-    def __init__(self, names: Sequence[str], *, limit: int = LIMIT) -> None:
-        self.names, self.limit = tuple(names), limit
-        self.count = 0
-        """Records so far."""
-        self._size = 1
-        """Records of a bucket."""
-        self._buckets: _Buckets | None = None
-
-    def add(self, values_BC: npt.NDArray[np.float64], places_BP: npt.NDArray[np.float64]) -> None:
-        """Add what some records have for each name, with their steps, tokens and seconds."""
-        if not len(values_BC):
-            return
-        self.count += len(values_BC)
-        finite_BC = np.isfinite(values_BC)
-        added = _Buckets(
-            np.ones(len(values_BC), np.int64),
-            places_BP,
-            finite_BC.astype(np.int64),
-            np.where(finite_BC, values_BC, 0.0),
-            np.where(finite_BC, values_BC, np.inf),
-            np.where(finite_BC, values_BC, -np.inf),
-        )
-        every = added if self._buckets is None else self._buckets.followed_by(added)
-        if self._buckets is not None and self._size > 1:
-            # Full buckets are left alone; the last may have room.
-            every = every.merged(_edges(every.records_B, self._size))
-        while len(every.records_B) > FINER * self.limit:
-            self._size *= 2
-            every = every.merged(_edges(every.records_B, self._size))
-        self._buckets = every
-
-    def thinned(self) -> dict[str, Any]:
-        """The curves as the page reads them; a name without any finite value gives none."""
-        if self._buckets is None:
-            return {"step": [], "tokens": [], "seconds": [], "curves": {}}
-        groups = buckets(len(self._buckets.records_B), limit=self.limit)
-        thin = self._buckets.merged(np.array([group[0] for group in groups]))
-        band = len(groups) < self.count
-        curves = {}
-        for number, name in enumerate(self.names):
-            counts = thin.counts_BC[:, number]
-            if not counts.any():
-                continue
-            with np.errstate(divide="ignore", invalid="ignore"):
-                mean = thin.sums_BC[:, number] / counts
-            curves[name] = {
-                "mean": _shown(mean),
-                "low": _shown(thin.lows_BC[:, number]) if band else None,
-                "high": _shown(thin.highs_BC[:, number]) if band else None,
-            }
-        steps, tokens, seconds = thin.places_BP.T
-        return {
-            "step": [int(step) for step in steps],
-            "tokens": [int(count) for count in tokens],
-            "seconds": [_rounded(second) for second in seconds],
-            "curves": curves,
+def plotted(curves: Curves, names: Sequence[str], *, limit: int = LIMIT) -> dict[str, Any]:
+    """Curves as the report's page reads them; a name without any finite value gives none."""
+    if not curves.count:
+        return {"step": [], "tokens": [], "seconds": [], "curves": {}}
+    held = set(curves.names)
+    names = [name for name in names if name in held]
+    groups = buckets(curves.used, limit=limit)
+    thin = curves.stored(names).merged(np.array([group[0] for group in groups]))
+    band = len(groups) < curves.count
+    drawn = {
+        name: {
+            "mean": _shown(mean),
+            "low": _shown(low) if band else None,
+            "high": _shown(high) if band else None,
         }
+        for name, mean, low, high in zip(
+            names, thin.means_CB, thin.lows_CB, thin.highs_CB, strict=True
+        )
+    }
+    steps, tokens, seconds = thin.places_BP.T
+    return {
+        "step": [int(step) for step in steps],
+        "tokens": [int(count) for count in tokens],
+        "seconds": [_rounded(second) for second in seconds],
+        "curves": drawn,
+    }
 
 
-def _edges(records: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
-    """Where new buckets of `size` records begin, if each of these goes whole into one of them."""
-    begins = np.cumsum(records) - records
-    return np.flatnonzero(np.diff(begins // size, prepend=-1))
-
-
-def _shown(values: npt.NDArray[np.float64]) -> list[float | None]:
+def _shown(values: npt.NDArray[Any]) -> list[float | None]:
     return [_rounded(value) if math.isfinite(value) else None for value in values.tolist()]
 
 
@@ -210,124 +120,249 @@ class EvenlySpread(Generic[T]):
         return self._kept if complete else self._kept + self._last
 
 
+class SamplePlace(NamedTuple):
+    """Where samples of a step begin."""
+
+    step: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class DigestLimits:
+    """How much is kept of a run."""
+
+    steps: int = FINER * LIMIT
+    """Buckets of the curves of steps."""
+    others: int = FINER * LIMIT
+    """Buckets of all other curves."""
+    values: int | None = None
+    """Values that medians are made of; as many as the report takes if None."""
+    samples: int = MOST_SAMPLES
+    """Steps whose samples are kept, spread evenly."""
+    newest_samples: int = 0
+    """The newest steps whose samples are kept in any case."""
+    sample_places: int = 0
+    """Steps of which is known where their samples lie in the file, spread evenly."""
+    events: int = MOST_EVENTS
+    stragglers: int = MOST_STRAGGLERS
+
+
 class RunDigest:
-    """The records of a run, summed up."""
+    """The records of a run, summed up: of a whole file, or of lines as they come."""
 
-    def __init__(self, metrics: Path, *, damaged: Callable[[int, str], None]) -> None:
-        self.records = 0
-        self._train, self._validation = Plot(STEP_CURVES), Plot(VALIDATION_CURVES)
-        self._clock: float | None = None
-        self._seconds = 0.0
-        self._step = self._tokens = 0
+    def __init__(
+        self,
+        metrics: Path | None = None,
+        *,
+        damaged: Callable[[int, str], None] = lambda number, why: None,
+        limits: DigestLimits | None = None,
+    ) -> None:
+        """`damaged` is called with the number of a line that cannot be read, and why."""
+        limits = limits or DigestLimits()
+        values = limits.values or _MOST_VALUES
+        self.limits, self.records, self.lines = limits, 0, 0
+        self.groups: dict[str, Curves] = {}
+        """Curves by what their names begin with; those of steps by nothing."""
+        self.step = self.tokens = 0
+        self.seconds = 0.0
+        self.time: float | None = None
+        """Wall clock of the last record."""
+        self._damaged, self._reader = damaged, LineReader()
         self._losses = deque[float](maxlen=_LAST_RECORDS)
-        self._speeds = EvenlySpread[float](_MOST_VALUES)
-        self._mfus = EvenlySpread[float](_MOST_VALUES)
+        self._pace = deque[tuple[float, float]](maxlen=_PACE_RECORDS)
+        self._speeds = EvenlySpread[float](values)
+        self._mfus = EvenlySpread[float](values)
+        self._recent: dict[str, deque[float]] = {
+            name: deque(maxlen=_LAST_RECORDS) for name in ("tokens_per_second", "mfu")
+        }
         self._memory = 0
-        self._last: tuple[Any, ...] = (None, 0, 0)
-        self._best: ValidationRecord | None = None
-        self._final: ValidationRecord | None = None
-        self._samples = EvenlySpread[dict[str, Any]](MOST_SAMPLES)
-        self._sample: dict[str, Any] | None = None
-        self._events, self._event_count = deque[EventRecord](maxlen=MOST_EVENTS), 0
-        records = scan_metrics(metrics, damaged=damaged)
-        while block := list(islice(records, _BLOCK)):
-            self._add(block)
+        self._last: dict[str, Any] = {"sent_bytes": None, "skipped": 0, "nan": 0}
+        self._best: dict[str, float] | None = None
+        self._final: float | None = None
+        self._samples = EvenlySpread[dict[str, Any]](limits.samples)
+        self._newest = deque[dict[str, Any]](maxlen=max(1, limits.newest_samples))
+        self.sample_places = EvenlySpread[SamplePlace](limits.sample_places)
+        self._events, self._event_count = deque[EventRecord](maxlen=limits.events), 0
+        self._stragglers = deque[StragglerRecord](maxlen=limits.stragglers)
+        if metrics is not None:
+            self._read_whole(metrics)
 
-    def _add(self, block: list[StepRow | Record]) -> None:
-        self.records += len(block)
-        stamps = [
-            _STAMP(item) if isinstance(item, tuple) else (item.step, item.tokens, item.time)
-            for item in block
-        ]
-        self._step, self._tokens, _ = stamps[-1]
-        places_BP = np.array(stamps, dtype=np.float64)
-        places_BP[:, 2] = self._elapsed(places_BP[:, 2])
-        steps = [number for number, item in enumerate(block) if isinstance(item, tuple)]
-        if steps:
-            self._add_steps([block[number] for number in steps], places_BP[steps])
-        checks = [n for n, item in enumerate(block) if isinstance(item, ValidationRecord)]
-        if checks:
-            rows = [_VALIDATED(block[number]) for number in checks]
-            self._validation.add(np.array(rows, dtype=np.float64), places_BP[checks])
-        if len(steps) < len(block):
-            for item in block:
-                if not isinstance(item, tuple):
-                    self._add_other(item)
+    def _read_whole(self, metrics: Path) -> None:
+        with metrics.open("rb") as file:
+            rest, begin = b"", 0
+            while piece := file.read(_BLOCK):
+                lines, newline, rest = (rest + piece).rpartition(b"\n")
+                if newline:
+                    begin += self.add_lines(lines + newline, offset=begin)
+            if rest and self._reader.is_whole(rest):
+                self.add_lines(rest + b"\n", offset=begin)
+
+    # ------------------------------------------------------------------ lines
+
+    def add_lines(self, data: bytes, *, offset: int = 0) -> int:
+        """Add complete lines, which begin at this offset of the file; returns their length."""
+        lines = data[:-1].split(b"\n")
+        before = self.lines
+        block = self._reader.read(
+            lines, damaged=lambda number, why: self._damaged(before + number + 1, why)
+        )
+        self.lines += len(lines)
+        self.records += len(block.stamps)
+        if not block.stamps:
+            return len(data)
+        self.step, self.tokens = map(int, block.stamps[-1][:2])
+        places_BP = np.array(block.stamps, dtype=np.float64)
+        clocks = places_BP[:, 2].copy()
+        places_BP[:, 2] = self._elapsed(clocks)
+        for rows in block.groups():
+            self._add_rows(rows, places_BP[rows.numbers], clocks[rows.numbers])
+        if block.texts:
+            begins = [offset, *accumulate((len(line) + 1 for line in lines), initial=offset)][1:]
+            for number, record in block.texts:
+                self._add_text(record, begins[number])
+        return len(data)
 
     def _elapsed(self, clocks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Seconds since the first record at each of these."""
         passed, known = np.zeros(len(clocks)), np.isfinite(clocks)
         if known.any():
             times = clocks[known]
-            before = times[0] if self._clock is None else self._clock
+            before = times[0] if self.time is None else self.time
             passed[known] = np.maximum(np.diff(times, prepend=before), 0.0)
-            self._clock = float(times[-1])
-        seconds = self._seconds + np.cumsum(passed)
-        self._seconds = float(seconds[-1])
+            self.time = float(times[-1])
+        seconds = self.seconds + np.cumsum(passed)
+        self.seconds = float(seconds[-1])
         return seconds
 
-    def _add_steps(self, rows: list[Any], places_BP: npt.NDArray[np.float64]) -> None:
-        values_BC = np.array([_CURVES(row) for row in rows], dtype=np.float64)
-        self._train.add(values_BC, places_BP)
-        self._last = _LAST(rows[-1])
-        columns = dict(zip(STEP_CURVES, values_BC.T, strict=True))
-        self._losses.extend(columns["loss"][-_LAST_RECORDS:].tolist())
-        for kept, name in ((self._speeds, "tokens_per_second"), (self._mfus, "mfu")):
-            kept.add(columns[name][np.isfinite(columns[name])].tolist())
-        self._memory = max(self._memory, int(np.nan_to_num(columns["memory_bytes"]).max()))
+    def _add_rows(
+        self, rows: GroupRows, places_BP: npt.NDArray[np.float64], clocks: npt.NDArray[np.float64]
+    ) -> None:
+        curves = self.groups.get(rows.group)
+        if curves is None:
+            most = self.limits.steps if rows.group == STEPS else self.limits.others
+            curves = self.groups[rows.group] = Curves(most)
+        curves.add(rows.names, rows.values_BC, places_BP)
+        columns = dict(zip(rows.names, rows.values_BC.T, strict=True))
+        if rows.group == STEPS:
+            self._add_steps(columns, places_BP, clocks)
+        elif rows.group == VALIDATION:
+            self._add_validations(columns, places_BP)
 
-    def _add_other(self, record: Record) -> None:
-        if isinstance(record, ValidationRecord):
-            if math.isfinite(record.loss):
-                self._final = record
-                if self._best is None or record.loss < self._best.loss:
-                    self._best = record
-        elif isinstance(record, EventRecord):
+    def _add_steps(
+        self,
+        columns: dict[str, npt.NDArray[np.float64]],
+        places_BP: npt.NDArray[np.float64],
+        clocks: npt.NDArray[np.float64],
+    ) -> None:
+        count = len(places_BP)
+        nothing = np.full(count, np.nan)
+        for name in self._last:
+            values = columns.get(name, nothing)
+            if math.isfinite(values[-1]):
+                self._last[name] = int(values[-1])
+            elif name == "sent_bytes":
+                self._last[name] = None
+        self._losses.extend(columns.get("loss", nothing)[-_LAST_RECORDS:].tolist())
+        recent = slice(-_PACE_RECORDS, None)
+        pace = zip(places_BP[recent, 0].tolist(), clocks[recent].tolist(), strict=True)
+        self._pace.extend(one for one in pace if math.isfinite(one[1]))
+        for kept, name in ((self._speeds, "tokens_per_second"), (self._mfus, "mfu")):
+            values = columns.get(name, nothing)
+            values = values[np.isfinite(values)]
+            kept.add(values.tolist())
+            self._recent[name].extend(values[-_LAST_RECORDS:].tolist())
+        memory = columns.get("memory_bytes", nothing)
+        self._memory = max(self._memory, int(np.nan_to_num(memory, posinf=0).max()))
+
+    def _add_validations(
+        self,
+        columns: dict[str, npt.NDArray[np.float64]],
+        places_BP: npt.NDArray[np.float64],
+    ) -> None:
+        perplexities = columns.get("perplexity")
+        for number, loss in enumerate(columns.get("loss", ())):
+            if not math.isfinite(loss):
+                continue
+            self._final = float(loss)
+            if self._best is None or loss < self._best["loss"]:
+                perplexity = math.nan if perplexities is None else float(perplexities[number])
+                step = int(places_BP[number, 0])
+                self._best = {"loss": float(loss), "step": step, "perplexity": perplexity}
+
+    def _add_text(self, record: Record, offset: int) -> None:
+        if isinstance(record, EventRecord):
             self._events.append(record)
             self._event_count += 1
+        elif isinstance(record, StragglerRecord):
+            self._stragglers.append(record)
         elif isinstance(record, SampleRecord):
-            if self._sample is None or self._sample["step"] != record.step:
-                self._sample = {"step": record.step, "texts": []}
-                self._samples.add([self._sample])
-            self._sample["texts"].append({"prompt": record.prompt, "text": record.text})
+            if not self._newest or self._newest[-1]["step"] != record.step:
+                sample = {"step": record.step, "texts": []}
+                self._newest.append(sample)
+                if self.limits.samples:
+                    self._samples.add([sample])
+                if self.limits.sample_places:
+                    self.sample_places.add([SamplePlace(record.step, offset)])
+            self._newest[-1]["texts"].append({"prompt": record.prompt, "text": record.text})
+
+    # ------------------------------------------------------------------ what came of them
 
     @property
     def train(self) -> dict[str, Any]:
-        """The curves of the steps."""
-        return self._train.thinned()
+        """The curves of the steps, as the report's page reads them."""
+        return plotted(self.groups.get(STEPS, Curves(2)), STEP_CURVES)
 
     @property
     def validation(self) -> dict[str, Any]:
-        """The curves of the validations."""
-        return self._validation.thinned()
+        """The curves of the validations, as the report's page reads them."""
+        return plotted(self.groups.get(VALIDATION, Curves(2)), VALIDATION_CURVES)
 
     def samples(self) -> list[dict[str, Any]]:
         """Samples grouped by step, the last step always among them."""
         samples = self._samples.all()
         return [samples[bucket[-1]] for bucket in buckets(len(samples), limit=MOST_SAMPLES)]
 
+    def newest_samples(self) -> list[dict[str, Any]]:
+        """The samples of the last few steps, the newest last."""
+        return list(self._newest)
+
     def events(self) -> dict[str, Any]:
         """The newest events, and how many there are."""
         return {"total": self._event_count, "newest": [asdict(event) for event in self._events]}
+
+    def stragglers(self) -> list[dict[str, Any]]:
+        """The newest records of processes that were slower than the others."""
+        return [asdict(record) for record in self._stragglers]
+
+    def recent(self, name: str) -> float | None:
+        """The median of the last few values of `tokens_per_second` or `mfu`."""
+        values = self._recent[name]
+        return statistics.median(values) if values else None
+
+    def pace(self) -> float | None:
+        """Wall clock seconds for a step lately, with all that happens between steps."""
+        if len(self._pace) < 2:
+            return None
+        (first, begin), (last, end) = self._pace[0], self._pace[-1]
+        return (end - begin) / (last - first) if last > first and end > begin else None
 
     def summary(self) -> dict[str, float | None]:
         """The headline numbers of a run; None if the run has no such number."""
         train_losses = [loss for loss in self._losses if math.isfinite(loss)]
         speeds, mfus, best = self._speeds.all(), self._mfus.all(), self._best
-        sent, skipped, nan = self._last
         return {
-            "step": self._step,
-            "tokens": self._tokens,
-            "seconds": self._seconds,
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
             "train_loss": statistics.fmean(train_losses) if train_losses else None,
-            "final_loss": self._final.loss if self._final else None,
-            "best_loss": best.loss if best else None,
-            "best_step": best.step if best else None,
-            "best_perplexity": best.perplexity if best and math.isfinite(best.perplexity) else None,
+            "final_loss": self._final,
+            "best_loss": best["loss"] if best else None,
+            "best_step": int(best["step"]) if best else None,
+            "best_perplexity": (
+                best["perplexity"] if best and math.isfinite(best["perplexity"]) else None
+            ),
             "tokens_per_second": statistics.median(speeds) if speeds else None,
             "mfu": statistics.median(mfus) if mfus else None,
             "memory_bytes": self._memory or None,
-            "sent_bytes": sent,
-            "skipped": skipped,
-            "nan": nan,
+            **self._last,
         }
