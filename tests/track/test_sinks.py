@@ -23,10 +23,12 @@ from gristmill.track.metrics import (
     Record,
     SampleRecord,
     StepRecord,
+    StragglerRecord,
+    SystemRecord,
     ValidationRecord,
     read_metrics,
 )
-from gristmill.track.services import TensorBoardSink, WandbSink, wandb_mode
+from gristmill.track.services import TensorBoardSink, TrackioSink, WandbSink, wandb_mode
 from gristmill.track.sinks import (
     EtaEstimator,
     Guarded,
@@ -71,6 +73,14 @@ SAMPLE = SampleRecord(
 EVENT = EventRecord(
     step=1200, samples=1, tokens=1, time=1.7e9, level="warning", text="slow network"
 )
+SYSTEM = SystemRecord(
+    step=1200, samples=1, tokens=1, time=1.7e9, host="n7", cpu_use=0.25, gpus=8,
+    gpu_throttled="power",
+)  # fmt: skip
+STRAGGLER = StragglerRecord(
+    step=1200, samples=1, tokens=1, time=1.7e9, rank=3, host="n7", phase="data", ratio=1.314,
+    seconds=0.0042, cause="slow storage",
+)  # fmt: skip
 
 
 class Kept:
@@ -132,6 +142,29 @@ def test_a_name_cannot_forge_a_line_or_move_the_cursor() -> None:
     shown = line(hostile)
     assert shown.isprintable()
     assert shown.startswith("x\\x1b[2J\\nerror: forged at step 1 | acc\\r\\x07 0.5000 |")
+
+
+def test_how_busy_a_host_is_is_a_curve_and_no_line(tmp_path: Path) -> None:
+    assert line(SYSTEM) is None
+    assert scalars(SYSTEM) == {"system/n7/cpu_use": 0.25, "system/n7/gpus": 8}
+    log = LogSink(tmp_path / "train.log", horizon=Horizon(5000, 40000))
+    for record in (SYSTEM, EVENT):
+        log.write(record)
+    log.close()
+    assert len((tmp_path / "train.log").read_text().splitlines()) == 1
+
+
+def test_a_slow_process_is_a_warning() -> None:
+    slow = "rank 3 on n7 is 31% slower than the median at data (4.2 ms per step)"
+    assert line(STRAGGLER) == f"warning: {slow}: slow storage"
+    assert line(replace(STRAGGLER, cause=None)) == f"warning: {slow}"
+    over = line(replace(STRAGGLER, over=True))
+    assert over == "info: rank 3 on n7 keeps up with the others again at data"
+    hostile = line(replace(STRAGGLER, host="\x1b[2J", phase="a\nb", cause="c\rd", seconds=90.0))
+    assert hostile is not None
+    assert hostile.isprintable()
+    assert "(1m30s per step)" in hostile
+    assert scalars(STRAGGLER) == {}
 
 
 def test_exchanges_are_told_of_where_there_are_any() -> None:
@@ -463,3 +496,90 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"gristmill\[wandb\]"):
         WandbSink(tmp_path, project="p", name="n", mode="offline", settings={}, run_id="i")
+
+
+class StandInTrackio:
+    """Notes what trackio is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.logged: list[tuple[dict[str, Any], int]] = []
+        self.finished = 0
+        self.id = "a1b2"
+
+    def init(self, **options: Any) -> StandInTrackio:
+        print("* Trackio project initialized")
+        self.asked.append(options)
+        return self
+
+    def Markdown(self, text: str) -> tuple[str, str]:
+        return ("markdown", text)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((values, step))
+
+    def finish(self) -> None:
+        print("* Run finished")
+        self.finished += 1
+
+
+@pytest.fixture
+def trackio(monkeypatch: pytest.MonkeyPatch) -> StandInTrackio:
+    trackio = StandInTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    return trackio
+
+
+def trackio_sink(folder: Path, **options: Any) -> TrackioSink:
+    return TrackioSink(folder, project="mill", name="tiny", settings={"a": 1}, **options)
+
+
+def test_trackio_gets_the_numbers(
+    trackio: StandInTrackio, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = trackio_sink(tmp_path)
+    assert not trackio.asked
+    for record in (STEP, VALIDATION, SYSTEM, STRAGGLER, EVENT, replace(SAMPLE, text="a ```` b")):
+        sink.write(record)
+    sink.flush()
+    sink.close()
+    (options,) = trackio.asked
+    assert {name: options[name] for name in ("project", "name", "space_id", "config")} == {
+        "project": "mill", "name": "tiny", "space_id": None, "config": {"a": 1},
+    }  # fmt: skip
+    assert (options["auto_log_cpu"], options["auto_log_gpu"]) == (False, False)
+    steps, validation, busy, sample = (values for values, _ in trackio.logged)
+    assert steps["train/loss"] == STEP.loss
+    assert validation["validation/loss"] == VALIDATION.loss
+    assert busy == scalars(SYSTEM)
+    fence = "`" * 7
+    assert sample == {"sample": ("markdown", f"{fence}\nOncea ```` b\n{fence}")}
+    assert {step for _, step in trackio.logged} == {1200}
+    assert trackio.finished == 1
+    # What scripts read from a run's output stays as it is.
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_in_trackio_is_continued(trackio: StandInTrackio, tmp_path: Path) -> None:
+    for _ in range(2):
+        sink = trackio_sink(tmp_path, space="me/curves")
+        sink.write(STEP)
+        sink.close()
+    assert [options["resume"] for options in trackio.asked] == ["never", "allow"]
+    assert trackio.asked[0]["space_id"] == "me/curves"
+    # Another run of this name is not the same.
+    (tmp_path / "other").mkdir()
+    trackio_sink(tmp_path / "other").write(STEP)
+    assert trackio.asked[-1]["resume"] == "never"
+
+
+def test_a_run_without_records_is_not_in_trackio(trackio: StandInTrackio, tmp_path: Path) -> None:
+    trackio_sink(tmp_path).close()
+    assert not trackio.asked
+    assert not trackio.finished
+
+
+def test_trackio_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match=r"gristmill\[trackio\]"):
+        trackio_sink(tmp_path)

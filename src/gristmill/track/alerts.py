@@ -183,24 +183,15 @@ class Alerts:
             self.tell("loss_above", f"the training loss is {loss:.4g}, which is above {limit:g}")
 
     def _watch_progress(self, stop: threading.Event) -> None:
-        """Count the time since the last step in small amounts: a process that was stopped, or a
-        machine that slept, finds that hardly any time has passed."""
         assert self.config.no_progress is not False
         limit = parse_seconds(self.config.no_progress)
         tick = min(self.tick, limit / 10)
-        first = self._progress().steps
-        seen: tuple[int, str | None] = (first, self._phase)
-        still, before = 0.0, time.monotonic()
+        patience = Patience(limit, step=self._progress().steps, tick=tick, now=time.monotonic())
         while not stop.wait(tick):
-            now = time.monotonic()
-            still += min(now - before, 4 * tick)
-            before, current = now, (self._progress().steps, self._phase)
-            if current != seen:
-                seen, still = current, 0.0
-            step, phase = seen
-            training = step > first and phase in (None, "step")
-            if still > limit + (0.0 if training else _SLOW_PHASE):
-                doing = "" if phase is None else f"; it is in the phase {phase!r}"
+            step = self._progress().steps
+            still = patience.exhausted(step, self._phase, now=time.monotonic())
+            if still is not None:
+                doing = "" if self._phase is None else f"; it is in the phase {self._phase!r}"
                 what = f"no step for {format_seconds(still)}, since step {step}{doing}"
                 self.tell("no_progress", what)
                 return
@@ -250,6 +241,30 @@ class Alerts:
             self._say(f"{what}: {type(error).__name__}", "warning")
         else:
             self._say(f"{target.name} was told of the alert {facts['rule']}", "info")
+
+
+class Patience:
+    """Tells when a run has done no step for too long.
+
+    Time is counted in small amounts: a process that was stopped, or a machine that slept, finds
+    that hardly any has passed. Before the first step, which compiles, and outside of steps the
+    limit is an hour longer.
+    """
+
+    def __init__(self, limit: float, *, step: int, tick: float, now: float) -> None:
+        """It is asked every `tick` seconds."""
+        self.limit, self.first, self.most = limit, step, 4 * tick
+        self._seen: tuple[int, str | None] = (step, None)
+        self._still, self._before = 0.0, now
+
+    def exhausted(self, step: int, phase: str | None, *, now: float) -> float | None:
+        """The seconds since the last sign of progress, if they are too many."""
+        self._still += min(now - self._before, self.most)
+        self._before = now
+        if (step, phase) != self._seen:
+            self._seen, self._still = (step, phase), 0.0
+        steps = step > self.first and phase in (None, "step")
+        return self._still if self._still > self.limit + (0 if steps else _SLOW_PHASE) else None
 
 
 # ------------------------------------------------------------------ a command
@@ -371,7 +386,8 @@ def build_targets(
     if config.command is not None:
         targets.append(Command(config.command))
     if config.url is not None:
-        targets.append(Webhook(_address(config.url, environment or os.environ)))
+        given = os.environ if environment is None else environment
+        targets.append(Webhook(_address(config.url, given)))
     return targets
 
 

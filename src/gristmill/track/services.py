@@ -7,6 +7,7 @@ Each is a sink of records, and comes with an extra of the same name. Numbers hav
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import html
 import os
 import re
@@ -207,8 +208,10 @@ class TrackioSink:
     def write(self, record: Record) -> None:
         if self._run is None:
             resume = "allow" if self._known.is_file() else "never"
+            # trackio ends the run of its context once more when the program exits.
+            own = contextvars.copy_context()
             with contextlib.redirect_stdout(sys.stderr):
-                self._run = self._trackio.init(**self._options, resume=resume)
+                self._run = own.run(self._trackio.init, **self._options, resume=resume)
             write_atomic(self._known, str(self._run.id))
         values: dict[str, Any] = dict(scalars(record))
         if isinstance(record, SampleRecord):

@@ -60,11 +60,11 @@ class Tracker:
             alerts.attach(say=lambda text, level: self.say(text, level=level), progress=clock)
 
     def write(self, record: Record) -> None:
-        if self.alerts is not None:
-            self.alerts.note(record)
         with self._lock:
             for sink in self.sinks:
                 sink.write(record)
+        if self.alerts is not None:
+            self.alerts.note(record)
 
     def say(self, text: str, *, level: Literal["info", "warning", "error"] = "info") -> None:
         """Record an event."""
