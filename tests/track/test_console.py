@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
-from gristmill.track.console import BarSink, LineSink, console_sink
-from gristmill.track.metrics import EventRecord, SampleRecord, StepRecord, ValidationRecord
+from gristmill.track.console import (
+    BarSink,
+    DecentralizedSink,
+    LineSink,
+    MegatronSink,
+    console_sink,
+)
+from gristmill.track.metrics import (
+    EventRecord,
+    SampleRecord,
+    StepRecord,
+    StragglerRecord,
+    SystemRecord,
+    ValidationRecord,
+)
 from gristmill.track.sinks import Horizon
 
 
@@ -108,6 +122,32 @@ def test_a_resumed_run_shows_its_first_steps_and_its_horizon_once() -> None:
         console.write(step(number, time=number * 0.001))
     console.close()
     assert shown_steps(output) == [*range(99_991, 99_996), 100_000]
+
+
+def test_a_slow_process_is_shown_and_how_busy_a_host_is_is_not() -> None:
+    stamp = {"step": 7, "samples": 1, "tokens": 1, "time": 1.0}
+    records = (
+        SystemRecord(**stamp, host="n7", cpu_use=0.5),
+        StragglerRecord(**stamp, rank=3, host="n7", phase="data", ratio=1.5, seconds=0.2),
+    )
+    slow = "rank 3 on n7 is 50% slower than the median at data (200 ms per step)"
+    for terminal in (False, True):
+        console, output = sink(terminal=terminal)
+        for record in records:
+            console.write(record)
+        console.close()
+        assert f"warning: {slow}\n" in output.getvalue()
+        assert "0.5" not in output.getvalue()
+    horizon, megatron, decentralized = Horizon(9, 9), io.StringIO(), io.StringIO()
+    for foreign in (
+        MegatronSink(megatron, horizon=horizon, previous=None),
+        DecentralizedSink(decentralized, start_step=0, checkpoints=Path()),
+    ):
+        for record in records:
+            foreign.write(record)
+    assert megatron.getvalue() == f"warning: {slow}\n"
+    assert decentralized.getvalue().endswith(f" WARNING] {slow}\n")
+    assert decentralized.getvalue().count("\n") == 1
 
 
 def test_plain_output_has_every_other_record_on_one_unwrapped_line() -> None:

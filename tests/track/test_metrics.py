@@ -19,6 +19,8 @@ from gristmill.track.metrics import (
     Record,
     SampleRecord,
     StepRecord,
+    StragglerRecord,
+    SystemRecord,
     ValidationRecord,
     cut_metrics,
     from_json,
@@ -59,6 +61,27 @@ records = st.one_of(
     st.builds(SampleRecord, **moments, prompt=st.text(), text=st.text()),
     st.builds(
         EventRecord, **moments, level=st.sampled_from(["info", "warning", "error"]), text=st.text()
+    ),
+    st.builds(
+        SystemRecord,
+        **moments,
+        host=st.text(),
+        **dict.fromkeys(("cpu_use", "disk_read", "disk_write", "net_sent"), maybe_floats),
+        **dict.fromkeys(("ram_bytes", "disk_free", "gpu_memory_bytes"), st.none() | counts),
+        gpus=counts,
+        gpu_watts=maybe_floats,
+        gpu_throttled=st.none() | st.text(),
+    ),
+    st.builds(
+        StragglerRecord,
+        **moments,
+        rank=counts,
+        host=st.text(),
+        phase=st.text(),
+        ratio=floats,
+        seconds=floats,
+        cause=st.none() | st.text(),
+        over=st.booleans(),
     ),
 )
 

@@ -416,7 +416,9 @@ def _problem(details: ErrorDetails, places: _Places) -> Problem:
             message = str(details["ctx"]["error"])
         case _:
             message = details["msg"][0].lower() + details["msg"][1:]
-    return Problem(f"{message} (it is {details['input']!r})", where, _description(path, model))
+    # An address may hold a password.
+    given = "" if dotted == "alert.url" else f" (it is {details['input']!r})"
+    return Problem(f"{message}{given}", where, _description(path, model))
 
 
 def _locate(details: ErrorDetails) -> tuple[Path_, type[BaseModel]]:
