@@ -114,6 +114,10 @@ VERBS = {
         "inspect:report",
         "Write one HTML page with the curves of a run, or a comparison of several.",
     ),
+    "watch": _Verb(
+        "watch:watch",
+        "Show all runs on one page while they train: curves, events, samples, time left.",
+    ),
     "config": _Verb(
         "inspect:config",
         "Print the complete settings of a run and the numbers that follow from them.",

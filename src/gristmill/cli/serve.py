@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gristmill.base.errors import UserError, printable
-from gristmill.base.units import timestamp
+from gristmill.base.errors import UserError
 from gristmill.cli.models import Device
 from gristmill.cli.options import Precision, PrecisionOption
+from gristmill.cli.server_log import tell
 
 
 def serve(
@@ -107,13 +106,4 @@ def serve(
         limits=Limits(body=max_body, seconds=timeout),
         load=load,
     )
-    run_server(models, options, log=_tell)
-
-
-def _tell(what: str) -> None:
-    """One line for each event. A server does not fail because nobody reads them any more."""
-    try:
-        typer.echo(f"{timestamp()} {printable(what)}", err=True)
-    except OSError:
-        # Otherwise the unwritten rest would fail again when the program ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    run_server(models, options, log=tell)

@@ -136,6 +136,14 @@ class Call:
         """Send the last events."""
         await self._write(b"".join(map(_event, values)) + b"data: [DONE]\n\n", more=False)
 
+    async def send_chunk(self, content: bytes) -> None:
+        """Send events that are encoded already."""
+        await self._write(content, more=True)
+
+    async def end_chunks(self) -> None:
+        """End a stream of such events."""
+        await self._write(b"", more=False)
+
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
         raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
