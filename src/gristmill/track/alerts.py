@@ -121,6 +121,7 @@ class Alerts:
         self, *, say: Callable[[str, Level], None], progress: Callable[[], Progress]
     ) -> None:
         """The run is about to train: begin to count time. `say` writes to its log."""
+        self._stop.set()  # whoever was attached before
         self._say, self._progress, self._phase = say, progress, None
         self._was_below, self._above = False, 0
         self._stop = stop = threading.Event()
