@@ -29,7 +29,8 @@ class Runs:
         return [
             {key: value for key, value in line.items() if key not in TIMED}
             for line in lines
-            if line["kind"] != "event"
+            # What a host was busy with, and when, is another matter.
+            if line["kind"] not in ("event", "system", "straggler")
         ]
 
     def tensors(self, folder: Path) -> dict[str, torch.Tensor]:

@@ -323,7 +323,7 @@ def stop_without_a_collective(config: RunConfig) -> list[int]:
     real = Spmd.update
 
     def update(self: Spmd, result: StepResult, **unused: Any) -> StepResult:
-        return replace(real(self, result), stops=None, stop_step=5)
+        return replace(real(self, result), signals=None, stop_step=5)
 
     Spmd.update = update  # type: ignore[method-assign]
     try:

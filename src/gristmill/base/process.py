@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,25 @@ JOB_BEGAN = "GRISTMILL_JOB_BEGAN"
 time is limited; set by the scripts of `gristmill launch`."""
 _DEFAULT_PORT = 29500
 """For a job without an id; torch's own default."""
+
+
+def process_began() -> float:
+    """When this process began, in seconds since 1970; where the system does not tell, now."""
+    now = time.time()
+    try:
+        # The second field is the program's name, which may contain anything.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return now
+    return min(now, now - up + ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def job_began() -> float | None:
+    """When the job around this process began, in seconds since 1970; None without a job that says
+    so."""
+    began = os.environ.get(JOB_BEGAN, "")
+    return float(began) if began.isdigit() else None
 
 
 class Address(NamedTuple):

@@ -67,18 +67,21 @@ class SyncTimer:
         self.device = device
         self._computed = time.thread_time()
         self._begin = device.mark()
-        self._done = self._begin
+        self.computed = self._begin
+        """When this process's own gradients were computed."""
+        self.synced = self._begin
 
     def done(self) -> None:
         """This process's own gradients are computed."""
-        self._done = self.device.mark()
+        self.computed = self.device.mark()
 
     def end(self) -> Callable[[], float]:
         """Gradients are synchronised. Returns a function for the seconds waited, to call once the
         device has finished."""
-        end = self.device.mark()
+        computed, end = self.computed, self.device.mark()
+        self.synced = end
         if self.device.is_async:
-            return lambda: end.seconds_since(self._done)
+            return lambda: end.seconds_since(computed)
         waited = end.seconds_since(self._begin) - (time.thread_time() - self._computed)
         return lambda: max(0.0, waited)
 
@@ -259,14 +262,15 @@ class Spmd:
 
     @record_function("gristmill::update")
     def update(
-        self, result: StepResult, *, stop: bool = False, limits: StepLimits | None = None
+        self, result: StepResult, *, signals: int = 0, limits: StepLimits | None = None
     ) -> StepResult:
         """The phases listed above, in order."""
         self.sync.finish()
         for parameters, group in self._partial:
             sum_together([p.grad for p in parameters if p.grad is not None], group)
-        loss, squares, stops = self._agree(result.loss, stop)
-        waited = None if self._timer is None else self._timer.end()
+        loss, squares, signalled = self._agree(result.loss, signals)
+        timer = self._timer
+        waited = None if timer is None else timer.end()
         decision = decide(
             loss, squares, scale=result.loss_scale, clip=self.train.clip, limits=limits
         )
@@ -286,8 +290,10 @@ class Spmd:
             loss=loss,
             grad_norm=decision.norm,
             skipped=decision.skip,
-            stops=stops,
+            signals=signalled,
             waited=waited,
+            computed=None if timer is None else timer.computed,
+            synced=None if timer is None else timer.synced,
         )
 
     def _precondition(
@@ -354,12 +360,12 @@ class Spmd:
         shard = shard_sequences(batch, rank=self.world.at["cp"], ranks=self.world.mesh.cp)
         return shard.to(self.world.device.torch_device)
 
-    def _agree(self, loss: torch.Tensor, stop: bool) -> tuple[torch.Tensor, ...]:
-        """Loss, squared norm and stop requests, summed over all processes."""
-        squares, stops = owned_squares(self.sync.parameters), torch.full_like(loss, stop)
+    def _agree(self, loss: torch.Tensor, signals: int) -> tuple[torch.Tensor, ...]:
+        """Loss, squared norm and signals, summed over all processes."""
+        squares, signalled = owned_squares(self.sync.parameters), torch.full_like(loss, signals)
         if self._everyone is None:
-            return loss, squares, stops
+            return loss, squares, signalled
         reported = loss if self._reports_loss else torch.zeros_like(loss)
-        sums = torch.stack([reported, squares, stops])
+        sums = torch.stack([reported, squares, signalled])
         dist.all_reduce(sums, group=self._everyone)
         return tuple(sums)

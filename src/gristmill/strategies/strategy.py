@@ -25,9 +25,14 @@ import torch
 
 from gristmill.base.units import Progress
 from gristmill.data.loader import Batch
+from gristmill.distributed.device import Mark
 from gristmill.models.spec import CausalLM
 from gristmill.optim.spec import CheckpointState, Optimizer
 from gristmill.strategies.sharding import ShardedParameters
+
+REQUEST = 1 << 20
+"""Rank 0's signal that it has a request for all processes; more than there are processes, and small
+enough for a sum in fp32."""
 
 
 class StepLimits(NamedTuple):
@@ -63,13 +68,17 @@ class StepResult:
     """The loss scale of this step, in fp16."""
     next_loss_scale: torch.Tensor | None = None
     """The loss scale of the next step, in fp16."""
-    stops: torch.Tensor | None = None
-    """How many processes asked to stop before this step's update; None if the strategy does not
-    exchange that in every step."""
+    signals: torch.Tensor | None = None
+    """The sum of what the processes signalled before this step's update; None if the strategy does
+    not exchange that in every step."""
     stop_step: int | None = None
     """The step after which all processes stop, where they agreed on it without a collective."""
     waited: Callable[[], float] | None = None
     """Seconds this process waited for the others; call it after the step is done."""
+    computed: Mark | None = None
+    """When this process's own gradients were computed; None if nobody waits for them."""
+    synced: Mark | None = None
+    """When those of all processes were there."""
     exchange: ExchangeReport | None = None
     """None if all processes hold the same weights."""
     notes: tuple[str, ...] = ()
@@ -150,10 +159,11 @@ class Strategy(Protocol):
     def accumulate(self, batches: Sequence[Batch], progress: Progress) -> StepResult: ...
 
     def update(
-        self, result: StepResult, *, stop: bool = False, limits: StepLimits | None = None
+        self, result: StepResult, *, signals: int = 0, limits: StepLimits | None = None
     ) -> StepResult:
-        """`stop`: this process asks to stop; all processes see it in the result. `limits`: skip the
-        update if the step is above them."""
+        """`signals`: 1 if this process asks to stop, and `REQUEST` if it has a request; all
+        processes see their sum in the result. `limits`: skip the update if the step is above
+        them."""
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float: ...

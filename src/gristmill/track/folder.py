@@ -6,12 +6,15 @@
     ├── environment.json    versions, commit, host, device
     ├── train.log           the run in lines for people
     ├── metrics.jsonl       the run in records for programs
+    ├── time.jsonl          where its wall time went, over all restarts
     ├── status.json         the state of the run
+    ├── processes.json      what each process does, while several train
     ├── tokenizer/          the tokenizer the run was trained with
     ├── checkpoints/        step-00012000/ and so on
     ├── evals/ · samples/   evaluation results, generated texts
     ├── logs/               rank-00001.log and so on: what processes other than rank 0 print
     ├── job/                the job that was submitted to a cluster
+    ├── requests/           what the live page asks of the run
     ├── set-aside/          what came after a checkpoint that the run went back to
     ├── report.html         the page with the curves
     ├── .lock               locked by the process that trains
@@ -63,7 +66,10 @@ class RunFolder:
         self.environment = path / "environment.json"
         self.log = path / "train.log"
         self.metrics = path / "metrics.jsonl"
+        self.time = path / "time.jsonl"
         self.status = path / "status.json"
+        self.processes = path / "processes.json"
+        self.requests = path / "requests"
         self.tokenizer = path / "tokenizer"
         self.checkpoints = path / "checkpoints"
         self.evals = path / "evals"

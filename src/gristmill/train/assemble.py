@@ -31,6 +31,7 @@ from gristmill.data.intact import ContentCheck
 from gristmill.data.loader import Batch, DocumentRules, Loader, validation_batches
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import memory_explained
+from gristmill.distributed.liveness.stragglers import Pace
 from gristmill.distributed.world import World
 from gristmill.evaluate.tasks import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import build_meta_model
@@ -41,6 +42,7 @@ from gristmill.strategies.decentralized.workers import WorkerSet
 from gristmill.strategies.strategy import Strategy
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from gristmill.track.account import WallAccount
 from gristmill.track.console import slow_work
 from gristmill.track.folder import RunFolder
 from gristmill.train.build import build_strategy, open_run_world
@@ -489,6 +491,9 @@ def build_meter(
     tracker: Tracker,
     health: RunHealth,
     compile_seconds: Callable[[], float] = float,
+    *,
+    account: WallAccount | None = None,
+    pace: Pace | None = None,
 ) -> Meter:
     """The meter that turns step results into records."""
     config, resolved = run.config, run.resolved
@@ -504,6 +509,9 @@ def build_meter(
         health=health,
         bad_steps=config.train.bad_steps,
         compile_seconds=compile_seconds,
+        marks_steps=run.strategy.compiled is None,
+        account=account,
+        pace=pace,
         next_lr=_next_lr(config, resolved) if config.track.log_format == "megatron" else None,
     )
 

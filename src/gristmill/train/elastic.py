@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.control import ControlGroup, wait_for
 from gristmill.distributed.device import memory_explained
+from gristmill.distributed.liveness.heartbeat import Heartbeat
 from gristmill.distributed.liveness.rendezvous import join_store
 from gristmill.distributed.liveness.verdict import Limits, may_come_from_peer
 from gristmill.distributed.world import open_device
@@ -151,6 +152,9 @@ class ElasticMonitor:
         self.place, self.membership, self.view = place, membership, View(-1, {})
         self.limits, self.ended = limits, ended
         self.on_exit: Any = None
+        self.facts: Callable[[], Mapping[str, Any]] = dict
+        self.everyone: tuple[Heartbeat, ...] = ()
+        """Membership has heartbeats of its own, which tell nothing else."""
         self._phase = ("start", 0)
 
     @property
@@ -321,7 +325,7 @@ class ElasticRun:
     def tracked(self, tracker: Tracker) -> Tracker:
         """A tracker that writes while this view lasts, and keeps what others may have to write."""
         sinks = [CurrentOnly(sink, self._check) for sink in tracker.sinks]
-        return Tracker([*sinks, self.recent], clock=tracker.clock)
+        return Tracker([*sinks, self.recent], clock=tracker.clock, alerts=tracker.alerts)
 
     def begin(self, run: BuiltRun) -> Resumed:
         """Bring all workers of the view to the same step."""

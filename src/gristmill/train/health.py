@@ -41,6 +41,10 @@ SMALLEST_SPREAD = 0.005
 """The spread is at least this fraction of the median, since values may hardly vary at all."""
 
 
+class DivergedError(UserError):
+    """The run has gone bad."""
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """One step, as its results tell."""
@@ -280,7 +284,7 @@ class RunHealth:
         if self.spike is not None:
             since = f"step {self.spike.step}"
             inspect = f", or inspect the data from sample {self.spike.begin} on"
-        return UserError(
+        return DivergedError(
             f"the run has diverged since {since}: {what}",
             where="training",
             remedy=f"lower optim.lr or lengthen the warm-up{inspect}; the same command resumes "

@@ -35,13 +35,15 @@ from gristmill.data.loader import Batch
 from gristmill.distributed.control import ControlGroup
 from gristmill.generate.sampling import Sampling
 from gristmill.generate.text import TextGenerator
-from gristmill.strategies.strategy import StepLimits, Strategy
+from gristmill.strategies.strategy import REQUEST, StepLimits, Strategy
 from gristmill.text.chat.conversations import Message
 from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.track.account import WallAccount
 from gristmill.track.folder import RunFolder
 from gristmill.train.health import Rollback, RunHealth
 from gristmill.train.meter import Meter, StepEvent
+from gristmill.train.requests import Request, RequestBox, as_message
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
 from gristmill.train.wall_clock import WallClock
@@ -94,10 +96,26 @@ class Hooks:
         resolved: Resolved,
         control: ControlGroup,
         monitor: PhaseMonitor | None = None,
+        account: WallAccount | None = None,
+        requests: RequestBox | None = None,
+        tells_others: bool = True,
+        horizon_problem: Callable[[str], str | None] = lambda until: None,
         exit_every: Duration | None = None,
     ) -> None:
+        """`tells_others`: whether the strategy carries the signals of a process to all others.
+        `horizon_problem`: why the run cannot have another horizon, if it cannot."""
         self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
-        self.monitor = monitor
+        self.monitor, self.account = monitor, account
+        self.requests, self.tells_others = requests or RequestBox(), tells_others
+        self.horizon_problem = horizon_problem
+        # Whatever was told before is known to nobody any more.
+        self.requests.unflag()
+        self._asked = set[str]()
+        """What is to be done after the next step, whether due or not."""
+        self._asked_stop: str | None = None
+        """Who asked the run to stop."""
+        self.until: str | None = None
+        """The horizon that was asked for."""
         self.writer, self.resolved, self.control = writer, resolved, control
         self.exit_every, self._exits = exit_every, False
         self._progress = Progress()
@@ -108,10 +126,53 @@ class Hooks:
         """Whether this process was asked to stop."""
         return self.stop.reason is not None
 
+    def signals(self) -> int:
+        """What this process tells all others in this step."""
+        if self.tells_others:
+            return int(self.asked_to_stop) + REQUEST * self.requests.flag()
+        request = self.requests.take()
+        if request is not None and request.action == "stop":
+            self.stop.reason = self.stop.reason or str(request)
+        elif request is not None:
+            what = f"{request}, but workers with weights of their own can only be asked to stop"
+            self.tracker.say(what, level="warning")
+        return int(self.asked_to_stop)
+
+    def _fulfil_request(self) -> None:
+        """All processes learn what rank 0 was asked for, after the same step."""
+        self.meter.request_step = None
+        message = self.control.broadcast(as_message(self.requests.take()))
+        if message is None:
+            return
+        request = Request(**message)
+        refused = self._refused(request)
+        if refused is not None:
+            self.tracker.say(f"{request}: {refused}", level="warning")
+            return
+        self.tracker.say(str(request))
+        if request.action in ("stop", "until"):
+            self.until, self._asked_stop = request.until, str(request)
+        elif request.action == "validate":
+            # What it finds may be the best so far, which is saved.
+            self._asked = {"validation", "save"}
+        for hook in self.hooks:
+            if request.action == "save" and isinstance(hook, Checkpoint):
+                hook.put_off()
+
+    def _refused(self, request: Request) -> str | None:
+        """Why a request cannot be fulfilled; all processes find the same."""
+        if request.action == "validate" and all(h.phase != "validation" for h in self.hooks):
+            return "this run has no validation"
+        if request.until is None:
+            return None
+        if self._progress.reached(Duration.parse(request.until)):
+            return f"the run is past that, at step {self._progress.steps}"
+        return self.horizon_problem(request.until)
+
     @property
     def stopping(self) -> bool:
         """Whether the loop should end now."""
-        if self._exits:
+        if self._exits or self._asked_stop is not None:
             return True
         if self.meter.world.mesh.processes == 1:
             return self.asked_to_stop
@@ -138,8 +199,16 @@ class Hooks:
         self._phase("start")
         self.meter.restart_clock()
 
+    def begin_steps(self) -> None:
+        """The loop begins: its time is that of steps."""
+        if self.account is not None:
+            self.account.phase("steps")
+
     def _phase(self, phase: str) -> None:
-        """Report this process's phase to the others."""
+        """Report this process's phase to the others, and charge the time to it."""
+        if self.account is not None:
+            self.account.phase(phase)
+        self.tracker.phase(phase)
         if self.monitor is not None:
             self.monitor.phase(phase, self._progress.steps)
 
@@ -150,7 +219,8 @@ class Hooks:
         for note in event.result.notes:
             self.tracker.say(note)
         self.meter.add(event)
-        hooks = [hook for hook in self.hooks if hook.due(event)]
+        asked, self._asked = self._asked, set()
+        hooks = [hook for hook in self.hooks if hook.due(event) or hook.phase in asked]
         if hooks:
             self.meter.drain()
             for hook in hooks:
@@ -158,10 +228,17 @@ class Hooks:
                 hook.act(event)
             self.meter.restart_clock()
         self._phase("step")
+        if self.account is not None:
+            # A checkpoint's line tells what was trained until then, if later steps are lost.
+            saved = any(hook.phase == "save" for hook in hooks)
+            self.account.note(event.after.steps, keep=saved)
         # The next step may be the first of a larger batch.
         batch = self.resolved.ramp.batch_at(event.after.samples)
         step_seconds = self.meter.sample_seconds * batch
         self.stop.check_time(reserve=2 * (step_seconds + self.writer.seconds))
+        asked_at = self.meter.request_step
+        if asked_at is not None and asked_at <= event.after.steps:
+            self._fulfil_request()
         due = self.meter.health.rollback_at
         if due is not None and due <= event.after.steps:
             self._roll_back()
@@ -182,6 +259,8 @@ class Hooks:
         most = health.most_rollbacks
         if back.rollbacks > most:
             raise health.failure(f"it went back {most} times in a row, which did not help")
+        if self.account is not None:
+            self.account.note(self._progress.steps, keep=True)
         raise RollbackError(back, step)
 
     def at_end(self, *, finished: bool) -> None:
@@ -194,9 +273,9 @@ class Hooks:
             # This state is not worth saving.
             health.check_end(uniform=math.log(self.resolved.vocab))
         if not finished:
-            reason = "a request to another process"
-            if self.stop.reason or self._exits:
-                reason = self.stop.reason or f"train.exit_every = {self.exit_every}"
+            reason = self.stop.reason or self._asked_stop or "a request to another process"
+            if self._exits and not self.stop.reason:
+                reason = f"train.exit_every = {self.exit_every}"
             self.tracker.say(f"stopping after {reason}")
         for hook in self.hooks:
             self._phase(hook.phase)

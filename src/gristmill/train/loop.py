@@ -28,10 +28,11 @@ def train(
     Returns whether the horizon was reached, even if a stop was requested too."""
     if state.progress.steps == 0:
         hooks.at_start()
+    hooks.begin_steps()
     while not state.progress.reached(until) and not hooks.stopping:
         started = time.monotonic()
         micro_batches = next(batches)
-        waited = time.monotonic() - started
+        waited, begun = time.monotonic() - started, hooks.meter.mark()
         before = state.progress
         if (after := hooks.skip_batches(before)) is not None:
             state.progress = after
@@ -42,11 +43,22 @@ def train(
         skipped = state.counters.skipped_samples
         lr = schedule.apply(state.optimizer, before, skipped_samples=skipped)
         result = strategy.accumulate(micro_batches, before)
+        computed = hooks.meter.mark()
         result = strategy.update(
-            result, stop=hooks.asked_to_stop, limits=hooks.skip_limits(before.steps + 1)
+            result, signals=hooks.signals(), limits=hooks.skip_limits(before.steps + 1)
         )
         state.progress = before.after(samples=result.samples, tokens=result.tokens)
-        hooks.after_step(StepEvent(before, state.progress, result, lr=lr, data_wait=waited))
+        hooks.after_step(
+            StepEvent(
+                before,
+                state.progress,
+                result,
+                lr=lr,
+                data_wait=waited,
+                begun=begun,
+                computed=computed,
+            )
+        )
         gc.enable()  # not until the first step has compiled everything: see `cli/train.py`
     finished = state.progress.reached(until)
     hooks.at_end(finished=finished)

@@ -19,9 +19,11 @@ import torch
 from gristmill.base.units import Duration, Progress, format_seconds
 from gristmill.checkpoint.state_file import Counters
 from gristmill.distributed.device import Mark
+from gristmill.distributed.liveness.stragglers import Pace
 from gristmill.distributed.world import World
 from gristmill.plan.arithmetic import TokenCost
-from gristmill.strategies.strategy import StepResult
+from gristmill.strategies.strategy import REQUEST, StepResult
+from gristmill.track.account import WallAccount
 from gristmill.track.metrics import StepRecord
 from gristmill.train.health import RunHealth, StepOutcome
 from gristmill.train.tracker import Tracker
@@ -40,6 +42,10 @@ class StepEvent:
     lr: float
     data_wait: float
     """Seconds spent waiting for the batch."""
+    begun: Mark | None = None
+    """When the batch was there; None if the device cannot look into a step."""
+    computed: Mark | None = None
+    """When the gradients of this process were computed."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,20 @@ class Meter:
         health: RunHealth,
         bad_steps: int,
         compile_seconds: Callable[[], float] = float,
+        marks_steps: bool = True,
+        account: WallAccount | None = None,
+        pace: Pace | None = None,
         next_lr: Callable[[Progress, int], float] | None = None,
     ) -> None:
-        """`next_lr` gives the rate of the step after a progress and a number of skipped samples,
-        for logs that show it."""
+        """`account` and `pace` are told how long the parts of each step took, if one can look into
+        it (`marks_steps`): for where the time went, and for finding slow processes. `next_lr` gives
+        the rate of the step after a progress and a number of skipped samples, for logs that show
+        it."""
         self.tracker, self.counters, self.every = tracker, counters, every
         self.cost, self.world, self.bad_steps = cost, world, bad_steps
         self.peak, self.health, self.compile_seconds = peak_flops, health, compile_seconds
-        self.next_lr = next_lr
+        self.marks_steps = marks_steps
+        self.account, self.pace, self.next_lr = account, pace, next_lr
         self._compiled = 0.0
         """Seconds of compiling before the last step."""
         self._pending: deque[_Pending] = deque()
@@ -83,6 +95,12 @@ class Meter:
         self.stop_step: int | None = None
         """The step after which all processes stop: the first by which every one has read the
         request."""
+        self.request_step: int | None = None
+        """The step after which all processes fulfil a request that rank 0 has."""
+
+    def mark(self) -> Mark | None:
+        """A mark inside a step; None if the step is one function that nobody can look into."""
+        return self.world.device.mark() if self.marks_steps else None
 
     def add(self, event: StepEvent) -> None:
         """Queue one step's result, and record all steps whose results have arrived."""
@@ -116,16 +134,47 @@ class Meter:
             trained = max(0.0, self.step_seconds - pending.compiled)
             self.sample_seconds = trained / pending.event.result.samples
             self.counters.seconds += self.step_seconds
+            self._note_parts(pending)
             self._last = pending.end
             # A strategy that compiles its step as a whole says so itself.
             if pending.compiled and not pending.event.result.notes:
                 self.tracker.say(f"compiled in {format_seconds(pending.compiled)}")
             self._record(pending.event, pending.scalars().tolist(), compiled=pending.compiled > 0)
 
+    def _note_parts(self, pending: _Pending) -> None:
+        """Tell how the time of a step divides."""
+        event, result = pending.event, pending.event.result
+        compiled = min(pending.compiled, self.step_seconds)
+        whole = self.step_seconds - compiled
+        synced, data, optimizer = result.synced or event.computed, event.data_wait, 0.0
+        if event.begun is not None and synced is not None:
+            # A host that runs ahead may wait while the device still computes earlier steps.
+            data = min(data, max(0.0, event.begun.seconds_since(self._last)))
+            optimizer = max(0.0, pending.end.seconds_since(synced))
+        data, optimizer = min(data, whole), min(optimizer, max(0.0, whole - data))
+        waited = 0.0 if result.waited is None else min(result.waited(), whole - data)
+        compute = whole - data - optimizer - waited
+        if compute < 0:
+            # Waiting for an exchange of workers is partly behind the gradients.
+            compute, optimizer = 0.0, optimizer + compute
+        if self.account is not None:
+            parts = {"compute": compute, "communication": waited, "optimizer": optimizer}
+            self.account.add_step({**parts, "data": data, "compile": compiled})
+        if self.pace is not None and event.begun is not None and result.computed is not None:
+            # By the wall clock, which shows a busy core and a process that was stopped.
+            own = max(0.0, result.computed.seconds_since(event.begun) - compiled)
+            parts = {"data": data, "compute": own, "optimizer": optimizer}
+            self.pace.add(event.after.steps, seconds=whole, **parts)
+
     def _record(self, event: StepEvent, scalars: list[float], *, compiled: bool) -> None:
-        loss, norm, skipped, _, _, stops = scalars
+        loss, norm, skipped, _, _, signals = scalars
+        # The first step by which every process has read this.
+        known_at = event.after.steps + (AHEAD if self.world.device.is_async else 0)
+        requests, stops = divmod(round(signals), REQUEST)
         if stops and self.stop_step is None:
-            self.stop_step = event.after.steps + (AHEAD if self.world.device.is_async else 0)
+            self.stop_step = known_at
+        if requests:
+            self.request_step = known_at
         self.counters.skipped += int(skipped)
         self.counters.nan += int(not math.isfinite(loss))
         before, after = event.before, event.after
@@ -184,10 +233,10 @@ class Meter:
 
 def _scalars(result: StepResult) -> torch.Tensor:
     assert result.grad_norm is not None and result.skipped is not None, "called after the update"
-    one, stops = result.loss.new_ones(()), result.stops
+    one, signals = result.loss.new_ones(()), result.signals
     scale, following = (
         one if scale is None else scale for scale in (result.loss_scale, result.next_loss_scale)
     )
-    stops = result.loss.new_zeros(()) if stops is None else stops
+    signals = result.loss.new_zeros(()) if signals is None else signals
     loss = result.loss.detach()
-    return torch.stack((loss, result.grad_norm, result.skipped, scale, following, stops))
+    return torch.stack((loss, result.grad_norm, result.skipped, scale, following, signals))

@@ -36,7 +36,7 @@ from gristmill.train.claim import FolderClaim
 from gristmill.train.elastic import train_elastic
 from gristmill.train.replay import Replay, replay_step
 from gristmill.train.stop import StopRequest
-from gristmill.train.training import Outcome, Training, located_errors
+from gristmill.train.training import Outcome, Training, located_errors, with_horizon
 from gristmill.train.validate import Validated, validate_run
 
 
@@ -103,14 +103,21 @@ class Run:
             control = world.control_group("run")
             with claim, memory_explained("free some, or use a machine with more"):
                 control.on_rank0(claim.take)
-                built = assemble(config, folder, world, control, saves=True)
-                check = build_content_check(built)
-                control.on_all_ranks(check.start)
-                try:
-                    training = Training(built, stop=stop, monitor=monitor, check=check)
-                    outcome = training.to_the_end()
-                finally:
-                    check.stop()
+                while True:
+                    built = assemble(config, folder, world, control, saves=True)
+                    check = build_content_check(built)
+                    control.on_all_ranks(check.start)
+                    try:
+                        training = Training(built, stop=stop, monitor=monitor, check=check)
+                        outcome = training.to_the_end()
+                    finally:
+                        check.stop()
+                    if outcome.until is None:
+                        break
+                    # The schedule and the order of samples follow from the horizon, so the run
+                    # resumes from what it has just saved.
+                    config = with_horizon(folder, outcome.until)
+                    del built, training
         # Not after an error: the other ranks may never answer.
         close_run_world(world)
         return outcome

@@ -3,14 +3,13 @@ handled from the very start."""
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
 from types import FrameType
 
 from gristmill.base.exits import stop_signals
-from gristmill.base.process import JOB_BEGAN
+from gristmill.base.process import job_began
 
 
 class StopRequest:
@@ -49,6 +48,6 @@ class StopRequest:
 
 def _seconds_before() -> float:
     """How long the job of this process has run before it; 0 without a job that says so."""
-    began = os.environ.get(JOB_BEGAN, "")
+    began = job_began()
     # A clock that is behind that of the job's first node must not give more time.
-    return max(0.0, time.time() - int(began)) if began.isdigit() else 0.0
+    return 0.0 if began is None else max(0.0, time.time() - began)

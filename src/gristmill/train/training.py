@@ -13,22 +13,31 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import ProcessInfo
+from gristmill.base.process import ProcessInfo, job_began, process_began
 from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
+from gristmill.config.load import load_run
+from gristmill.config.resolve import resolve
+from gristmill.config.schema import RunConfig
 from gristmill.data.intact import ContentCheck
 from gristmill.distributed.device import memory_explained
+from gristmill.distributed.liveness.heartbeat import Heartbeat
+from gristmill.hub.downloads import settings_folder
+from gristmill.launch.jobs.batch import read_record
 from gristmill.optim.schedule import build_schedule
 from gristmill.strategies.compiling import CompileClock
 from gristmill.strategies.decentralized.membership import ViewChangedError
+from gristmill.track.account import RunTime, WallAccount, read_run_time
+from gristmill.track.alerts import Rule
 from gristmill.track.folder import RunFolder
 from gristmill.train.announce import announce
 from gristmill.train.assemble import (
@@ -41,12 +50,16 @@ from gristmill.train.assemble import (
 )
 from gristmill.train.claim import roll_back
 from gristmill.train.elastic_records import is_saved, is_validated, make_up
-from gristmill.train.health import Rollback, RunHealth
+from gristmill.train.health import DivergedError, Rollback, RunHealth
 from gristmill.train.hooks import Hooks, RollbackError
 from gristmill.train.loop import train
+from gristmill.train.observer import RunObserver
 from gristmill.train.resume import Resumed, resume
 from gristmill.train.stop import StopRequest
-from gristmill.train.tracker import Tracker, build_tracker
+from gristmill.train.tracker import Tracker, build_alerts, build_tracker
+
+_LAST_WORDS = 4.0
+"""Seconds that an alert has before this process is ended."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,8 @@ class Outcome:
     exit: Exit
     step: int
     best_loss: float | None
+    until: str | None = None
+    """The new horizon, if the run stopped because one was asked for."""
 
 
 class PeerMonitor(Protocol):
@@ -78,6 +93,12 @@ class PeerMonitor(Protocol):
     def others_continue(self) -> bool:
         """Whether the others go on with the run if this process fails."""
         ...
+
+    facts: Callable[[], Mapping[str, Any]]
+    """What else the heartbeats of this process tell."""
+
+    everyone: tuple[Heartbeat, ...]
+    """The last heartbeats of all processes, on the one that leads."""
 
     on_exit: Callable[[str], None] | None
     """Called with the reason, when this process is about to be ended."""
@@ -117,6 +138,24 @@ class Training:
         self.run, self.stop, self.monitor, self.check = run, stop, monitor, check
         if run.config.train.time_limit is not None:
             stop.time_limit = parse_seconds(run.config.train.time_limit)
+        leads = run.control.is_rank0
+        self.account = WallAccount(
+            run.folder.time if leads else None,
+            began=job_began() or process_began(),
+            queued=_queued_since(run.folder) if leads else None,
+        )
+        self.observer = RunObserver(
+            run.config,
+            run.folder,
+            run.world.place,
+            gpus=run.world.place.local_world if run.world.device.kind == "cuda" else 0,
+            stage=run.world.at["pp"],
+            leads=leads,
+        )
+        self.alerts = None
+        if leads:
+            self.alerts = build_alerts(run.config, run.folder, steps=run.resolved.steps)
+        monitor.facts, self.account.joules = self.observer.facts, self.observer.joules
         self._done_before = run.control.on_rank0(partial(_done_step, run.folder))
         """The step at which an earlier call completed the run, by its own account. One that was
         lost before it may have left its last evaluation or samples out."""
@@ -130,6 +169,12 @@ class Training:
         """Resume and train; again each time that the run goes back to an older checkpoint.
         `resume` brings the state to where training goes on; `track` may change where records
         go."""
+        with self.observer:
+            return self._to_the_end(resume, track=track)
+
+    def _to_the_end(
+        self, resume: Callable[[BuiltRun], Resumed], *, track: Callable[[Tracker], Tracker]
+    ) -> Outcome:
         run, notes = self.run, list[str]()
         rolled_back: tuple[Rollback, RunHealth] | None = None
         while True:
@@ -145,9 +190,11 @@ class Training:
                     clock=lambda: run.state.progress,
                     rank=run.world.rank,
                     leads=run.control.is_rank0,
+                    alerts=self.alerts,
                 )
             )
-            self.monitor.on_exit = lambda why, tracker=tracker: self._failed(tracker, why)
+            self.observer.start(self.monitor, tracker)
+            self.monitor.on_exit = partial(self._lost, tracker)
             health = build_health(run, tracker)
             if rolled_back is not None:
                 health.rolled_back(*rolled_back)
@@ -166,7 +213,7 @@ class Training:
                 if isinstance(cause, ViewChangedError):
                     run.state.health = health.state()
                 else:
-                    self._failed(tracker, str(cause) or type(cause).__name__)
+                    self._failed(tracker, str(cause) or type(cause).__name__, rule=_rule(cause))
                 if cause is not error:
                     raise cause from error
                 raise
@@ -187,6 +234,7 @@ class Training:
                     "raise train.until to train further"
                 )
             return self._ended(finished=True)
+        self.account.begin(state.progress.steps)
         with contextlib.ExitStack() as cleanup:
             writer = CheckpointWriter(
                 CheckpointFolder(run.folder.checkpoints),
@@ -206,13 +254,24 @@ class Training:
             periodic = build_hooks(run, tracker, writer, validate, health, self.check)
             hooks = Hooks(
                 periodic,
-                meter=build_meter(run, tracker, health, _compile_clock(run, tracker, cleanup)),
+                meter=build_meter(
+                    run,
+                    tracker,
+                    health,
+                    _compile_clock(run, tracker, cleanup),
+                    account=self.account,
+                    pace=self.observer.pace,
+                ),
                 tracker=tracker,
                 stop=self.stop,
                 writer=writer,
                 resolved=run.resolved,
                 control=run.control,
                 monitor=self.monitor,
+                account=self.account,
+                requests=self.observer.requests,
+                tells_others=not state.workers,
+                horizon_problem=partial(_horizon_problem, run),
                 exit_every=config.train.exit_every,
             )
             batches = build_loader(run).starting_at(state.progress)
@@ -237,8 +296,12 @@ class Training:
                     with contextlib.suppress(Exception):
                         hooks.meter.drain()
                 raise
-        tracker.say(_described(run, finished=finished))
-        return self._ended(finished=finished)
+        self.account.write(state.progress.steps, end="done" if finished else "stopped")
+        text = _described(run, read_run_time(run.folder.time), finished=finished)
+        tracker.say(text)
+        if finished:
+            tracker.alert("done", text)
+        return replace(self._ended(finished=finished), until=hooks.until)
 
     def _ended(self, *, finished: bool) -> Outcome:
         """The outcome, which the run folder tells from now on."""
@@ -249,11 +312,50 @@ class Training:
             run.folder.write_status("done" if finished else "stopped", **facts)
         return Outcome(run.folder.path, exit, step, best)
 
-    def _failed(self, tracker: Tracker, why: str) -> None:
+    def _lost(self, tracker: Tracker, why: str) -> None:
+        """This process is about to be ended because of another."""
+        self._failed(tracker, why, rule="rank_lost", wait=_LAST_WORDS)
+
+    def _failed(self, tracker: Tracker, why: str, *, rule: Rule, wait: float = 0.0) -> None:
         step = self.run.state.progress.steps
+        # First, since a disk that hangs holds up everything else.
+        tracker.alert(rule, why, wait=wait)
+        self.account.write(step, end="failed")
         tracker.say(f"failed at step {step}: {why}", level="error")
         if self.run.control.is_rank0:
             self.run.folder.write_status("failed", step=step, error=why, time=time.time())
+
+
+def _queued_since(folder: RunFolder) -> float | None:
+    """Since when the job around this process had waited to begin; None without a job."""
+    if job_began() is None:
+        return None
+    with contextlib.suppress(UserError, ValueError):
+        record = read_record(folder.job)
+        if record is not None:
+            return datetime.fromisoformat(record.submitted).timestamp()
+    return None
+
+
+def with_horizon(folder: RunFolder, until: str) -> RunConfig:
+    """The settings of a run, with another horizon."""
+    return load_run(folder.path, [f"train.until={until}"], find_model=settings_folder)
+
+
+def _horizon_problem(run: BuiltRun, until: str) -> str | None:
+    """Why a run cannot have another horizon; None if it can."""
+    try:
+        resolve(with_horizon(run.folder, until), vocab=run.tokenizer.size, mesh=run.world.layout)
+    except UserError as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def _rule(error: BaseException) -> Rule:
+    """The alert that an error is."""
+    if isinstance(error, DivergedError):
+        return "diverged"
+    return "rank_lost" if isinstance(error, UserError) and error.exit is Exit.PEER else "failed"
 
 
 def _done_step(folder: RunFolder) -> int | None:
@@ -286,13 +388,15 @@ def _compile_clock(
     return lambda: clock.seconds
 
 
-def _described(run: BuiltRun, *, finished: bool) -> str:
+def _described(run: BuiltRun, spent: RunTime | None, *, finished: bool) -> str:
     """The last line of the log."""
     state = run.state
     text = "done" if finished else "stopped and saved"
     text += f" at step {state.progress.steps} after {format_seconds(state.counters.seconds)}"
     if run.best_loss is not None and state.best is not None:
         text += f", best validation loss {run.best_loss:.4f} at step {state.best.step}"
+    if spent is not None and spent.goodput is not None:
+        text += f", goodput {spent.goodput:.1%} of {format_seconds(spent.wall)}"
     if state.counters.skipped:
         text += f", {state.counters.skipped} steps skipped"
     return text if finished else f"{text}; run the same command again to resume"

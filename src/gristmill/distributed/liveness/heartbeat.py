@@ -11,10 +11,10 @@ ranks go through the same phases.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 State = Literal["running", "done", "failed", "lost", "vanished", "absent"]
 """lost: exits because of another rank. Only readers know the last two. vanished: ended without a
@@ -43,6 +43,8 @@ class Heartbeat:
     """Where the process id is valid (see `HeartbeatBoard`)."""
     silence: float = 0.0
     """Seconds since a running rank was last heard from; set by readers."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known about the process and its host: not needed for a verdict."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -109,7 +111,7 @@ def condense(heartbeats: Iterable[Heartbeat]) -> tuple[Heartbeat, ...]:
     by_silence = sorted(running, key=lambda one: -one.silence)
     by_progress = sorted(running, key=lambda one: (one.progress, -one.seconds))
     chosen += by_silence[:_FEW] + by_silence[-1:] + by_progress[:_FEW] + by_progress[-1:]
-    return tuple({one.rank: one for one in chosen}.values())
+    return tuple({one.rank: replace(one, facts={}) for one in chosen}.values())
 
 
 def pid_namespace() -> str:

@@ -19,11 +19,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.exits import print_exit_report, run_briefly, write_exit_report
@@ -70,6 +71,8 @@ class HeartbeatBoard:
         self.uneasy = False
         """Whether a rank is late or may have vanished, so that it is worth reading again soon."""
         self._large = place.world > limits.large_world
+        self.everyone: tuple[Heartbeat, ...] = ()
+        """The last heartbeats of all ranks, where all are read."""
         self._roster = Roster(1 if self._large and place.rank else place.world)
         self._posted: set[int] = set()
         self._suspects: set[int] = set()
@@ -77,12 +80,18 @@ class HeartbeatBoard:
     def post(self, own: Heartbeat) -> None:
         self.store.set(self._key(own.rank), write_heartbeats([own]))
 
+    def answer_seconds(self) -> float:
+        """How long the store takes to answer, which tells of the link to it."""
+        began = time.monotonic()
+        self.store.check([self._key(self.place.rank)])
+        return time.monotonic() - began
+
     def read(self, own: Heartbeat, *, now: float) -> tuple[Heartbeat, ...]:
         """The last heartbeats of all ranks; in a large world, of the few that matter."""
         if self._large and own.rank:
             heartbeats = self._read_summary(now)
         else:
-            heartbeats = self._read_all(own, now)
+            heartbeats = self.everyone = self._read_all(own, now)
             if self._large:
                 heartbeats = condense(heartbeats)
                 self.store.set(self._key("summary"), write_heartbeats(heartbeats))
@@ -124,6 +133,8 @@ class HeartbeatBoard:
         return f"gristmill/{self.place.attempt}/{name}"
 
 
+_ANSWERS = 5
+"""Answers of the store of which the quickest tells of the link."""
 _MESSAGE_WIDTH = 500
 SCHEDULES = "torch.distributed.pipelining.schedules"
 """The logger of torch that prints a whole schedule when an exchange fails."""
@@ -156,6 +167,10 @@ class Monitor:
         on_exit: Callable[[str], None] | None = None,
     ) -> None:
         self.place, self.limits, self.log, self.on_exit = place, limits, log, on_exit
+        self.facts: Callable[[], Mapping[str, Any]] = dict
+        """What else the heartbeats of this process tell; called in a thread of its own."""
+        self.everyone: tuple[Heartbeat, ...] = ()
+        """The last heartbeats of all ranks, on rank 0."""
         self.active = place.world > 1 and place.address is not None
         self._hosts_store = place.rank == 0 and not place.agent
         # Any thread may read these; each is replaced as a whole, by the thread named here.
@@ -300,14 +315,20 @@ class Monitor:
             store = store or join_store(self.place, seconds=self.limits.start)
             board = HeartbeatBoard(store, self.place, self.limits)
             self._heard = self._heard.updated(now=self._now, answered_at=self._now)
-            count, next_read = 0, 0.0
+            count, next_read, answers = 0, 0.0, deque[float](maxlen=_ANSWERS)
             while not self._closing.is_set():
                 count += 1
                 own, peers = self._heartbeat(count), self._heard.peers
-                board.post(own)
+                # The quickest of some answers: the others waited for a core of this machine.
+                link = min(answers, default=None)
+                board.post(replace(own, facts={**self.facts(), "link": link}))
                 if self._fast.is_set() or board.uneasy or time.monotonic() >= next_read:
+                    answers.append(board.answer_seconds())
                     peers = board.read(own, now=self._now)
-                    next_read = time.monotonic() + self.limits.read
+                    self.everyone = board.everyone
+                    # Rank 0 also compares how fast all are.
+                    often = self.place.rank == 0 and self.place.world <= self.limits.large_world
+                    next_read = time.monotonic() + (0.0 if often else self.limits.read)
                 now = self._now
                 self._heard = self._heard.updated(now=now, answered_at=now, peers=peers)
                 if own.state == self._own.state:

@@ -43,7 +43,7 @@ from gristmill.strategies.decentralized.workers import StopAgreement, WorkerSet
 from gristmill.strategies.sharding import ShardedParameters, gather_model
 from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.step import divide_batches
-from gristmill.strategies.strategy import ExchangeReport, StepLimits, StepResult
+from gristmill.strategies.strategy import REQUEST, ExchangeReport, StepLimits, StepResult
 
 WEIGHTS, RESULT, SENT, LOSS_SCALE = "weights", "result", "sent", "loss_scale"
 """Kinds of state, beside those of the exchange. Result: of an exchange that is not used yet."""
@@ -163,7 +163,7 @@ class Decentralized:
         )
 
     def update(
-        self, result: StepResult, *, stop: bool = False, limits: StepLimits | None = None
+        self, result: StepResult, *, signals: int = 0, limits: StepLimits | None = None
     ) -> StepResult:
         """Finish the exchange that is due, take the worker's step, start the next exchange."""
         before, step = self._before, self._before.steps + 1
@@ -177,7 +177,7 @@ class Decentralized:
                 self._start(step)
                 if self.delay == 0:
                     waited += self._use_result()
-            stop_step = self.agreement.after_step(step, asked=stop)
+            stop_step = self.agreement.after_step(step, asked=signals % REQUEST > 0)
         except Exception as error:
             # The step was taken, and counts; what others have caused ends the next one.
             self._error = error

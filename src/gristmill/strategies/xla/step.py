@@ -55,7 +55,7 @@ class Controls(NamedTuple):
     """Loss and norm above which the step is skipped."""
     key: jax.Array
     """The key of the random numbers of dropout."""
-    stops: jax.Array
+    signals: jax.Array
     """For every device, whether its process was asked to stop; as parts of 1."""
 
 
@@ -164,7 +164,7 @@ class Programs:
 
     def step(self, batches: Batches, controls: Controls) -> Any:
         """One step over micro-batches of this form, to be compiled; it returns weights, state, and
-        a vector: loss, gradient norm, skipped, stops."""
+        a vector: loss, gradient norm, skipped, signals."""
         first = {name: batch[0] for name, batch in batches.items()}
         loss = self._loss(first, training=True)
         update = self._update(controls.settings)
@@ -206,7 +206,7 @@ class Programs:
             weights, state, norm, skip = update(
                 weights, gradients, state, controls.settings, mean, squares, controls.limits
             )
-            return weights, state, jnp.stack([mean, norm, skip, jnp.sum(controls.stops)])
+            return weights, state, jnp.stack([mean, norm, skip, jnp.sum(controls.signals)])
 
         return jax.jit(run, donate_argnums=(0, 1), out_shardings=self._results())
 

@@ -105,23 +105,23 @@ class Xla:
         )
 
     def update(
-        self, result: StepResult, *, stop: bool = False, limits: StepLimits | None = None
+        self, result: StepResult, *, signals: int = 0, limits: StepLimits | None = None
     ) -> StepResult:
         """Dispatch the step."""
         assert self._batches is not None, "called after accumulate"
         (batches, loss_tokens, progress), self._batches = self._batches, None
         weights, state = self._placed()
-        controls = self._controls(loss_tokens, progress, stop=stop, limits=limits)
+        controls = self._controls(loss_tokens, progress, signals=signals, limits=limits)
         step, notes = self._compiled_step(weights, state, batches, controls)
         self._weights, self._state, scalars = step(weights, state, self._buffers, batches, controls)
         self._on_host = {"weights": False, "state": False}
-        loss, norm, skipped, stops = self.device.expect(scalars)
+        loss, norm, skipped, signalled = self.device.expect(scalars)
         return dataclasses.replace(
-            result, loss=loss, grad_norm=norm, skipped=skipped, stops=stops, notes=notes
+            result, loss=loss, grad_norm=norm, skipped=skipped, signals=signalled, notes=notes
         )
 
     def _controls(
-        self, loss_tokens: float, progress: Progress, *, stop: bool, limits: StepLimits | None
+        self, loss_tokens: float, progress: Progress, *, signals: int, limits: StepLimits | None
     ) -> Controls:
         def scalar(value: float) -> Any:
             return np.float32(value)
@@ -129,7 +129,7 @@ class Xla:
         seed = step_seed(self.seed, progress.steps, ()) if self.drops else 0
         words: Any = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
         ceilings: Any = np.array(limits or (np.inf, np.inf), np.float32)
-        local = np.full(jax.local_device_count(), stop / jax.local_device_count(), np.float32)
+        local = np.full(jax.local_device_count(), signals / jax.local_device_count(), np.float32)
         return Controls(
             settings=[
                 {name: scalar(group[name]) for name in CHANGING if name in group}
@@ -138,7 +138,7 @@ class Xla:
             loss_tokens=scalar(loss_tokens),
             limits=ceilings,
             key=jax.random.wrap_key_data(words),
-            stops=self.placing.put_local(local, self.placing.per_device),
+            signals=self.placing.put_local(local, self.placing.per_device),
         )
 
     def _compiled_step(

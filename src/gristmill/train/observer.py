@@ -1,0 +1,238 @@
+"""What runs beside training, in a thread of its own.
+
+On the first process of each host the host is sampled, and the sample travels with its heartbeat.
+The leading process reads the heartbeats of all every few seconds:
+
+    heartbeats of all ranks ──> processes.json        what each process does, for the live page
+                            ├─> StragglerDetector     processes that hold the others up
+                            └─> SystemRecord          how busy each host is
+    requests/               ──> RequestBox            what the live page asks for
+
+Nothing here may hold training up or end it: a file system that hangs stops this thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gristmill.base.errors import UserError
+from gristmill.base.files import write_atomic
+from gristmill.base.process import ProcessInfo
+from gristmill.base.units import parse_seconds
+from gristmill.config.schema import RunConfig
+from gristmill.distributed.liveness.heartbeat import Heartbeat
+from gristmill.distributed.liveness.stragglers import (
+    PARTS,
+    STRETCH,
+    Pace,
+    ProcessPace,
+    Straggler,
+    StragglerDetector,
+)
+from gristmill.track.folder import RunFolder
+from gristmill.track.metrics import StragglerRecord
+from gristmill.track.system import SystemSample, SystemSampler
+from gristmill.train.requests import RequestBox, read_requests
+from gristmill.train.tracker import Tracker
+
+EVERY = 1.0
+"""Seconds between two looks."""
+_STARVED = 0.5
+"""Above this share of the host's cores in use, a loader may lack a core."""
+
+
+class RunObserver:
+    """Observes a run while it trains. `monitor` has the heartbeats of all processes, if there are
+    several; only the process that `leads` writes anything."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        place: ProcessInfo,
+        *,
+        gpus: int | None,
+        stage: int,
+        leads: bool,
+    ) -> None:
+        self.folder, self.place, self.leads = folder, place, leads
+        self.pace, self.requests = Pace(stage=stage), RequestBox()
+        self.sampler: SystemSampler | None = None
+        self._interval = 0.0
+        if config.track.system and place.local_rank == 0:
+            self._interval = parse_seconds(config.track.system)
+            self.sampler = SystemSampler(self._interval, folder.path, gpus=gpus, host=place.host)
+        self._detector = StragglerDetector()
+        self._monitor: Any = None
+        self._tracker: Tracker | None = None
+        self._recorded: dict[str, Mapping[str, Any]] = {}
+        """The sample of each host that was recorded last."""
+        self._joules: dict[str, float] = {}
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> RunObserver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def facts(self) -> dict[str, Any]:
+        """What the heartbeats of this process tell about it."""
+        sample = None if self.sampler is None else self.sampler.latest()
+        return {
+            "stage": self.pace.stage,
+            "pace": self.pace.notes,
+            "system": None if sample is None else sample.as_dict(),
+        }
+
+    def joules(self) -> float | None:
+        """Energy of all hosts since this process began to sample; None if none tells."""
+        return sum(self._joules.values()) if self._joules else None
+
+    def start(self, monitor: Any, tracker: Tracker) -> None:
+        """Begin: records go to `tracker`, another one each time that a run goes back."""
+        self._tracker = tracker
+        if self.sampler is not None:
+            self.sampler.start()
+        if self._thread is None and self.leads:
+            self._monitor = monitor
+            self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Record what is left, and end the thread."""
+        self._stopping.set()
+        if self.sampler is not None:
+            self.sampler.stop()
+        if self._thread is not None:
+            self._thread.join(EVERY)
+
+    def _run(self) -> None:
+        while True:
+            last = self._stopping.wait(EVERY)
+            # A disk that is full or gone is reported by those who need it.
+            with contextlib.suppress(OSError, UserError):
+                self._look()
+            if last:
+                return
+
+    def _look(self) -> None:
+        heartbeats: Sequence[Heartbeat] = () if self._monitor is None else self._monitor.everyone
+        tracker = self._tracker
+        if tracker is None or self.folder.is_taken_away:
+            return
+        own = None if self.sampler is None else self.sampler.latest()
+        samples = [] if own is None else [own.as_dict()]
+        samples += [
+            one.facts["system"]
+            for one in heartbeats
+            if one.rank != self.place.rank and one.facts.get("system")
+        ]
+        self._record_systems(samples, tracker)
+        if heartbeats:
+            for change in self._detector.compare(_paces(heartbeats)):
+                self._tell(change, samples, tracker)
+            self._write_processes(heartbeats)
+        read_requests(
+            self.folder.requests,
+            self.requests,
+            refuse=lambda why: tracker.say(why, level="warning"),
+        )
+
+    def _record_systems(self, samples: Sequence[Mapping[str, Any]], tracker: Tracker) -> None:
+        """Record every sample once."""
+        for values in samples:
+            sample = SystemSample.from_dict(values)
+            if sample is None or self._recorded.get(sample.host) == values:
+                continue
+            self._recorded[sample.host] = values
+            if sample.joules is not None:
+                self._joules[sample.host] = sample.joules
+            tracker.write(sample.record(tracker.clock()))
+
+    def _tell(
+        self, slow: Straggler, samples: Sequence[Mapping[str, Any]], tracker: Tracker
+    ) -> None:
+        system = next((one for one in samples if one.get("host") == slow.host), {})
+        now = tracker.clock()
+        tracker.write(
+            StragglerRecord(
+                step=max(now.steps, slow.step),
+                samples=now.samples,
+                tokens=now.tokens,
+                time=time.time(),
+                rank=slow.rank,
+                host=slow.host,
+                phase=slow.part,
+                ratio=round(slow.ratio, 3),
+                seconds=slow.seconds,
+                cause=None if slow.over else cause_of(slow, system),
+                over=slow.over,
+            )
+        )
+
+    def _write_processes(self, heartbeats: Sequence[Heartbeat]) -> None:
+        processes = [_process(one) for one in sorted(heartbeats, key=lambda one: one.rank)]
+        content = {"written": time.time(), "processes": processes}
+        write_atomic(self.folder.processes, json.dumps(content) + "\n")
+
+
+def _paces(heartbeats: Sequence[Heartbeat]) -> list[ProcessPace]:
+    return [
+        ProcessPace(
+            one.rank,
+            one.host,
+            one.facts.get("stage", 0),
+            [tuple(note) for note in one.facts.get("pace", ())],
+            # The process that hosts the store has no link to it.
+            one.facts.get("link") if one.rank else None,
+        )
+        for one in heartbeats
+        if one.state == "running"
+    ]
+
+
+def _process(heartbeat: Heartbeat) -> dict[str, Any]:
+    """What the live page shows of a process."""
+    notes = heartbeat.facts.get("pace") or []
+    known: dict[str, Any] = {"step_seconds": None, "parts": None}
+    if len(notes) > 1:
+        steps = notes[-1][0] - notes[0][0]
+        whole, *parts = (
+            (last - first) / max(steps, STRETCH)
+            for first, last in zip(notes[0][1:], notes[-1][1:], strict=True)
+        )
+        busy = dict(zip(PARTS, parts, strict=True))
+        known = {"step_seconds": whole, "parts": {**busy, "wait": max(0.0, whole - sum(parts))}}
+    return {
+        "rank": heartbeat.rank,
+        "host": heartbeat.host,
+        "phase": heartbeat.phase,
+        "step": heartbeat.step,
+        "state": heartbeat.state,
+        "seconds": heartbeat.seconds,
+        "silence": round(heartbeat.silence, 1),
+        **known,
+    }
+
+
+def cause_of(slow: Straggler, system: Mapping[str, Any]) -> str | None:
+    """Why a process is slow, as far as the sample of its host tells."""
+    throttled = system.get("gpu_throttled") or ""
+    if slow.part == "link":
+        return "its network link is slow"
+    if slow.part == "data":
+        busy = system.get("cpu_use")
+        starved = busy is not None and busy > _STARVED
+        return "its loader lacks a core" if starved else "its storage is slow"
+    if "thermal" in throttled:
+        return "a GPU of its host is throttled by heat"
+    if throttled:
+        return f"a GPU of its host is throttled ({throttled})"
+    return None
