@@ -11,7 +11,7 @@ from gristmill.config.load import dump_run, load_text
 from gristmill.config.resolve import resolve
 from gristmill.config.rules import config_warnings
 from gristmill.config.schema import RunConfig
-from gristmill.config.track import check_address, looks_secret, parse_bytes
+from gristmill.config.track import check_address, looks_secret, parse_bytes, without_address
 
 RUN = """
 name = "mill"
@@ -148,3 +148,19 @@ def test_addresses_that_are_none(url: str) -> None:
 
 def test_a_mistake_in_an_address_is_told_without_it(problem: Callable[..., str]) -> None:
     assert "secret" not in problem('[alert]\nurl = "htp://user:secret@host"')
+
+
+def test_a_run_file_can_be_shown_without_its_address() -> None:
+    secret = load(
+        '[track.wandb]\nproject = "p"',
+        '[alert]\nurl = "https://user:secret@host/x?y=\\"z\\""\ncommand = ["a", "b"]\ndone = false',
+    )
+    shown = without_address(dump_run(secret))
+    assert "secret" not in shown
+    changed = {"url": "https://hidden"}
+    again = load_text(shown.replace("(not shown)", "https://hidden"), place="shown")
+    assert secret.alert is not None
+    assert again == secret.model_copy(update={"alert": secret.alert.model_copy(update=changed)})
+    open_ones = load('[alert]\nurl = "env:HOOK"')
+    assert without_address(dump_run(open_ones)) == dump_run(open_ones)
+    assert without_address(dump_run(load())) == dump_run(load())

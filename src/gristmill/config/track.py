@@ -24,6 +24,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)")
 _VARIABLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 _LONG_WORD = re.compile(r"[A-Za-z0-9_-]{16,}")
 """A part of an address that looks like a password."""
+_ALERT = re.compile(r"^\[alert\]\n(?:(?!\[).*\n?)*", re.MULTILINE)
+_URL_LINE = re.compile(r"^(url *= *)(\".*\")$", re.MULTILINE)
 
 
 def parse_bytes(text: str) -> int:
@@ -59,6 +61,16 @@ def looks_secret(url: str) -> bool:
     parts = urlsplit(url)
     named = parts.username is not None or parts.password is not None or bool(parts.query)
     return named or any(_LONG_WORD.fullmatch(word) for word in parts.path.split("/"))
+
+
+def without_address(text: str) -> str:
+    """The text of a run file as others may see it: without the address in [alert]."""
+
+    def hide(match: re.Match[str]) -> str:
+        kept = match[2].startswith('"env:')
+        return match[0] if kept else f'{match[1]}"(not shown)"'
+
+    return _ALERT.sub(lambda table: _URL_LINE.sub(hide, table[0]), text)
 
 
 def _time_or_off(value: Any, *, least: float) -> Any:
