@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +27,14 @@ import numpy.typing as npt
 from gristmill.report.plots import DigestLimits, RunDigest
 from gristmill.report.reading import ERROR, STEPS, VALUE
 from gristmill.report.thinning import PLACES, Buckets, Curves
-from gristmill.watch.run import WatchedRun
+from gristmill.watch.run import SLICE, WatchedRun
 
 AXES = (*PLACES, "flops")
 MOST_POINTS = 20_000
-_ZOOM_BYTES = 24 << 20
+_ZOOM_BYTES = 16 << 20
 """That are read from files for one answer, over all its runs."""
 _SPREAD = (VALUE, ERROR)
+_EVERY_RECORD = DigestLimits(steps=1 << 20, others=1 << 20, values=1, samples=0)
 _EXACT = 1 << 40
 """Added to generations of parts that were cut out."""
 
@@ -76,10 +77,10 @@ def answer(runs: Sequence[WatchedRun], query: CurveQuery) -> bytes:
         with run.lock:
             revisions.append(run.revision)
             if not zooms:
-                found = list(_whole(run, query))
+                found = _whole(run, query)
         if zooms:
-            found = list(_part(run, query, budget=_ZOOM_BYTES // len(runs)))
-        for entry in found:
+            found = _part(run, query, budget=_ZOOM_BYTES // len(runs))
+        for entry in _news(run, query, found):
             x, *values = entry.arrays
             band = int(len(values) > 1)
             entries.append([number, entry.name, entry.generation, entry.first, len(x), band])
@@ -100,11 +101,24 @@ def answer(runs: Sequence[WatchedRun], query: CurveQuery) -> bytes:
     return b"".join([struct.pack("<I", len(header)), header, *parts])
 
 
+def _news(run: WatchedRun, query: CurveQuery, found: Sequence[_Entry | int]) -> Iterator[_Entry]:
+    """The entries that are new; and empty ones for curves that the page has and that are gone, as
+    after a run went back. A number instead of an entry is a name whose curve is as the page has
+    it."""
+    known = {entry if isinstance(entry, int) else entry.name for entry in found}
+    yield from (entry for entry in found if not isinstance(entry, int))
+    for number, name in enumerate(query.names):
+        held = query.held.get((run.id, name))
+        if number not in known and held is not None and held.count:
+            yield _Entry(number, 0, 0, (np.zeros(0), np.zeros(0)))
+
+
 # ------------------------------------------------------------------ whole curves
 
 
-def _whole(run: WatchedRun, query: CurveQuery) -> Iterable[_Entry]:
+def _whole(run: WatchedRun, query: CurveQuery) -> list[_Entry | int]:
     """Whole curves, or what is new of them."""
+    found = list[_Entry | int]()
     for curves, numbers, columns in _wanted(run.digest, query.names):
         size = curves.size_for(query.points)
         generation = _generation(run, size, query.axis)
@@ -114,13 +128,15 @@ def _whole(run: WatchedRun, query: CurveQuery) -> Iterable[_Entry]:
             first = 0
             if held is not None and held.generation == generation and 0 < held.count <= total:
                 if held.revision >= run.revision:
+                    found.append(number)
                     continue
                 first = held.count - 1
             names = _SPREAD if column == _SPREAD[0] and curves.knows(_SPREAD[1]) else (column,)
             buckets = curves.thinned(names, size=size, first=first)
             arrays = _arrays(buckets, run, query.axis, single=size == 1, first=first)
             if arrays is not None:
-                yield _Entry(number, generation, first, arrays)
+                found.append(_Entry(number, generation, first, arrays))
+    return found
 
 
 def _wanted(
@@ -181,21 +197,23 @@ def _places(buckets: Buckets, run: WatchedRun, axis: str) -> npt.NDArray[np.floa
 # ------------------------------------------------------------------ parts of curves
 
 
-def _part(run: WatchedRun, query: CurveQuery, *, budget: int) -> Iterable[_Entry]:
+def _part(run: WatchedRun, query: CurveQuery, *, budget: int) -> list[_Entry | int]:
     """The part of curves between two places, as finely as the answer and the budget allow."""
     with run.lock:
         bounds = _bounds(run, query)
         if bounds is None:
-            return
-        column, low, high = bounds
+            return []
         source: RunDigest | None = None
-        if _buckets_between(run.digest, column, low, high) < query.points // 2:
-            source = _read_part(run, bounds, budget=budget, points=query.points)
-        entries = list(_cut(source or run.digest, run, query, (column, low, high)))
-    for entry in entries:
-        held = query.held.get((run.id, query.names[entry.name]))
-        if held is None or held.generation != entry.generation:
-            yield entry
+        if _buckets_between(run.digest, *bounds) < query.points // 2:
+            source = _read_part(run, bounds, budget=budget)
+        entries = list(_cut(source or run.digest, run, query, bounds))
+    return [
+        entry.name
+        if (held := query.held.get((run.id, query.names[entry.name]))) is not None
+        and held.generation == entry.generation
+        else entry
+        for entry in entries
+    ]
 
 
 def _bounds(run: WatchedRun, query: CurveQuery) -> tuple[int, float, float] | None:
@@ -221,7 +239,7 @@ def _buckets_between(digest: RunDigest, column: int, low: float, high: float) ->
 
 
 def _read_part(
-    run: WatchedRun, bounds: tuple[int, float, float], *, budget: int, points: int
+    run: WatchedRun, bounds: tuple[int, float, float], *, budget: int
 ) -> RunDigest | None:
     """The records of a part of the file; None if it is too long, or no longer there."""
     span = run.index.span(*bounds, run.follower.offset)
@@ -230,10 +248,12 @@ def _read_part(
     data = run.follower.part(span.begin, span.end)
     if not data:
         return None
-    most = 4 * points
-    part = RunDigest(limits=DigestLimits(steps=most, others=most, values=1, samples=0))
+    part = RunDigest(limits=_EVERY_RECORD)
     part.seconds, part.time = span.seconds, span.clock
-    part.add_lines(data[: data.rfind(b"\n") + 1])
+    begin = 0
+    while end := data.rfind(b"\n", begin, begin + SLICE) + 1 or data.find(b"\n", begin) + 1:
+        part.add_lines(data[begin:end])
+        begin = end
     return part
 
 

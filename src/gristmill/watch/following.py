@@ -25,7 +25,8 @@ import numpy as np
 
 from gristmill.report.thinning import Doubles
 
-_FINGERPRINT = 256
+_FINGERPRINT = 1 << 12
+"""Bytes: more than a record of a step, so that its time is among them."""
 _LONGEST = 1 << 24
 """A line that is longer is skipped."""
 _SAMPLE = 1 << 11
