@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import queue
+import re
 import shutil
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -76,9 +81,78 @@ def fake(_one_server: Any) -> Any:
     return _one_server
 
 
+class Watching:
+    """`gristmill watch` of some folders, as a process that tests stop and start."""
+
+    def __init__(self, *folders: Path, control: bool = False, key_file: Path | None = None) -> None:
+        self.folders = folders
+        self.port = 0
+        self.token = ""
+        self._options = ["--interval", "0.2"]
+        if control:
+            self._options.append("--control")
+        if key_file is not None:
+            self._options += ["--api-key-file", str(key_file)]
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listen, on the same port as before if there was one."""
+        command = [sys.executable, "-m", "gristmill", "watch", *map(str, self.folders)]
+        command += ["--port", str(self.port), *self._options]
+        process = self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        lines: queue.Queue[str] = queue.Queue()
+        assert process.stdout is not None
+        output = process.stdout
+        threading.Thread(target=lambda: [lines.put(line) for line in output], daemon=True).start()
+        told = ""
+        while not (found := re.search(r" at http://[\w.]+:(\d+)(?:/#token=(\S+))?", told)):
+            with contextlib.suppress(queue.Empty):
+                told += lines.get(timeout=1)
+            assert process.poll() is None, told
+        self.port, self.token = int(found[1]), found[2] or ""
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(30)
+            self._process = None
+
+
+@pytest.fixture
+def run_folders() -> ModuleType:
+    """The module that writes run folders."""
+    return sys.modules.get("run_folders") or _load("run_folders")
+
+
+@pytest.fixture
+def watching_options() -> dict[str, Any]:
+    """How the live page is served; modules and tests put their own in its place."""
+    return {}
+
+
+@pytest.fixture
+def watching(tmp_path: Path, watching_options: dict[str, Any]) -> Iterator[Watching]:
+    """The live page of the runs in `tmp_path / "runs"`, also of those that are written later."""
+    for package in ("starlette", "uvicorn"):
+        pytest.importorskip(package, reason=f"needs {package}: make test-browser")
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    found = Watching(tmp_path / "runs", **watching_options)
+    found.start()
+    yield found
+    found.stop()
+
+
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> str:
-    """Where the pages are: GRISTMILL_BROWSER_SERVER, or the stand-in."""
+    """Where the pages are: GRISTMILL_BROWSER_SERVER, the live page, or the stand-in."""
+    if "watching" in request.fixturenames:
+        return str(request.getfixturevalue("watching").url)
     if "fake" not in request.fixturenames and "GRISTMILL_BROWSER_SERVER" in os.environ:
         return os.environ["GRISTMILL_BROWSER_SERVER"]
     return str(request.getfixturevalue("fake").url)
@@ -121,7 +195,9 @@ def watched(server: str) -> Iterator[Watched]:
 
 
 @pytest.fixture
-def visit(browser: Any, server: str, watched: Watched) -> Iterator[Callable[..., Any]]:
+def visit(
+    request: pytest.FixtureRequest, browser: Any, server: str, watched: Watched
+) -> Iterator[Callable[..., Any]]:
     """Open the page as a new visitor, or in the `context` of an earlier one."""
     contexts = []
 
@@ -142,7 +218,9 @@ def visit(browser: Any, server: str, watched: Watched) -> Iterator[Callable[...,
         page = context.new_page()
         watched.watch(page)
         page.goto(server.rstrip("/") + path)
-        if ready:
+        if ready and "watching" in request.fixturenames:
+            page.locator("#live[data-state=live]").wait_for()
+        elif ready:
             page.locator("#model option").first.wait_for(state="attached")
         return page
 

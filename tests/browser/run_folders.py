@@ -1,6 +1,6 @@
 """Run folders as training leaves them while it goes on, made up in a moment.
 
-    python tests/browser/run_folders.py FOLDER      six runs, then `gristmill watch FOLDER`
+python tests/browser/run_folders.py FOLDER      six runs, then `gristmill watch FOLDER`
 """
 
 from __future__ import annotations
@@ -232,9 +232,11 @@ class GrowingRun:
         first |= {"optimizer": 210.0, "data": 40.0, "validation": 95.0, "save": 31.0}
         began = self.time - 9000
         again = {**first, "compute": 3600.0}
+        kept = {name: seconds * 8 / 9 for name, seconds in first.items()}
         lines = [
+            {"began": began, "first": 0, "step": 800, "parts": kept, "joules": 7.2e6},
             {"began": began, "first": 0, "step": 900, "parts": first, "joules": 8.1e6},
-            {"began": began + 4100, "first": 800, "step": 1700, "parts": again, "joules": 9.2e6},
+            {"began": began + 3800, "first": 800, "step": 1700, "parts": again, "joules": 9.2e6},
         ]
         rest = {"queued": None, "end": None}
         path = self.folder.path / "time.jsonl"

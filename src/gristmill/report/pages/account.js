@@ -33,8 +33,28 @@ function partsOf(time) {
     .sort(([a], [b]) => place(a) - place(b));
 }
 
-/** `time` is { wall, parts: { name: seconds }, goodput, kwh, attempts }. */
-export function timeFigure(time, { name = null, colour = null } = {}) {
+function swatch(part) {
+  const node = element("i", { class: "swatch", "aria-hidden": "true" });
+  node.style.background = `var(${partColour(part)})`;
+  return node;
+}
+
+/** Runs below each other, with the share of each part: `entries` are [label, time]. */
+export function timeTable(entries) {
+  const order = [...Object.keys(PARTS_OF_TIME), ...entries.flatMap(([, time]) => Object.keys(time.parts))];
+  const names = [...new Set(order)].filter((name) => entries.some(([, time]) => time.parts[name] > 0));
+  const rows = entries.map(([label, time]) => [element("th", { scope: "row" }, label),
+    numberCell(span(time.wall)), numberCell(percent(time.goodput)),
+    ...names.map((name) => numberCell(percent((time.parts[name] ?? 0) / (time.wall || 1))))]);
+  const heads = names.map((name) => element("th", { class: "number", scope: "col" }, swatch(name),
+    partName(name)));
+  return tableCard(["Run", numberHead("Wall time"), numberHead("Goodput"), ...heads], rows,
+    "Where the time went");
+}
+
+/** `time` is { wall, parts: { name: seconds }, goodput, kwh, attempts }; `table` tells whether the
+ * bar has a table below it. */
+export function timeFigure(time, { name = null, colour = null, table = true } = {}) {
   const parts = partsOf(time);
   const total = time.wall || 1;
   const spent = element("div", { class: "spent", role: "img", "aria-label": accountWords(time) },
@@ -54,17 +74,15 @@ export function timeFigure(time, { name = null, colour = null } = {}) {
     missing(time.kwh) ? null : element("span", {}, energy(time.kwh)),
   ];
   const rows = [...parts].sort((a, b) => b[1] - a[1]).map(([part, seconds]) => {
-    const swatch = element("i", { class: "swatch", "aria-hidden": "true" });
-    swatch.style.background = `var(${partColour(part)})`;
-    return [element("th", { scope: "row" }, swatch, partName(part)), numberCell(span(seconds)),
+    return [element("th", { scope: "row" }, swatch(part), partName(part)), numberCell(span(seconds)),
       numberCell(percent(seconds / total))];
   });
-  const table = tableCard(["Part", numberHead("Time"), numberHead("Share")], rows,
+  const below = tableCard(["Part", numberHead("Time"), numberHead("Share")], rows,
     "Where the time went");
-  table.classList.remove("card");
+  below.classList.remove("card");
   const title = name === null ? null : element("h3", { class: "run" }, colour ? dot(colour) : null, name);
   return element("figure", { class: "card account" },
-    element("figcaption", {}, title, facts), spent, table);
+    element("figcaption", {}, title, facts), spent, table ? below : null);
 }
 
 const energy = (kwh) => kwh < 0.1 ? `${fixed(1)(kwh * 1000)} Wh` : `${fixed(2)(kwh)} kWh`;

@@ -37,7 +37,7 @@ const KNOWN = {
   memory_bytes: { section: "Speed", title: "Memory", unit: "GiB, the most so far", ...memory },
   skipped: { section: "Training", title: "Skipped steps", unit: "so far", show: wholeNumber,
     zero: true },
-  nan: { section: "Training", title: "Steps that were not finite", unit: "so far",
+  nan: { section: "Other", title: "Steps that were not finite", unit: "so far",
     show: wholeNumber, zero: true },
   loss_scale: { section: "Training", title: "Loss scale", show: count, log: true },
   "validation.perplexity": { section: "Validation", title: "Perplexity", unit: "validation",
@@ -105,8 +105,9 @@ export function chartOf(name) {
   }
   if (kind === "validation" && rest.length) {
     const what = rest.join(".");
-    return { id: name, section: "Validation", title: words(what), unit: "validation",
-      show: plainNumber, order: 50 };
+    const own = ["windows", "seconds"].includes(what);
+    return { id: name, section: own ? "Other" : "Validation", title: words(what), unit: "validation",
+      show: what === "seconds" ? span : plainNumber, order: 50 };
   }
   return { id: name, section: "Other", title: words(name), show: plainNumber, smooth: true, order: 0 };
 }

@@ -147,9 +147,10 @@ export class Board {
     for (const one of this.charts) if (one.visible) one.point(false, null);
   }
 
-  /** What all charts show at a place: [{ chart, found: [{ one, at }] }]. */
+  /** What all charts show at a place, in the order of the page: [{ chart, found: [{ one, at }] }]. */
   valuesAt(place) {
-    return this.charts.map((chart) => ({ chart, found: chart.valuesAt(place) }))
+    const follows = (a, b) => a.figure.compareDocumentPosition(b.figure) & 4 ? -1 : 1;
+    return [...this.charts].sort(follows).map((chart) => ({ chart, found: chart.valuesAt(place) }))
       .filter(({ found }) => found.length);
   }
 }

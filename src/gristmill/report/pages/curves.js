@@ -41,13 +41,16 @@ function between(x, y, place, from) {
 }
 
 /** Several curves as one: their mean, and the smallest and largest of their values, at the places
- * of the curve with the most points and at the ends of all. `counts` says how many have a value. */
+ * of the curve with the most points, as far as all of them reach: where one ends, the mean of the
+ * others would jump. `counts` says how many have a value; there may be gaps. */
 export function grouped(curves) {
   const known = curves.filter(({ x }) => x.length);
   if (!known.length) return { x: [], mean: [], low: [], high: [], counts: [] };
   const finest = known.reduce((best, curve) => curve.x.length > best.x.length ? curve : best);
-  const ends = known.map(({ x }) => x[x.length - 1]);
-  const x = [...new Set([...finest.x, ...ends])].sort((a, b) => a - b);
+  const end = Math.min(...known.map(({ x }) => x[x.length - 1]));
+  const begin = Math.max(...known.map(({ x }) => x[0]));
+  const x = [...new Set([...finest.x, end])].filter((place) => place >= begin && place <= end)
+    .sort((a, b) => a - b);
   const mean = [], low = [], high = [], counts = [];
   const from = known.map(() => 0);
   for (const place of x) {
@@ -102,10 +105,11 @@ export function extentOf(series, [left, right], { logarithmic, zero, robust }) {
   // Of very many points some are enough; smallest and largest are looked up in all.
   const stride = robust ? Math.max(1, Math.floor(total / 20000)) : 1;
   let low = Infinity, high = -Infinity;
-  for (const { x, y, raw, low: lows, high: highs, whiskers } of series) {
+  for (const { x, y, raw, low: lows, high: highs, whiskers, group } of series) {
+    const wide = whiskers || group;
     for (let index = 0; index < x.length; index++) {
       if (x[index] < left || x[index] > right) continue;
-      for (const list of [y, raw, whiskers ? lows : null, whiskers ? highs : null]) {
+      for (const list of [y, raw, wide ? lows : null, wide ? highs : null]) {
         const value = list ? list[index] : NaN;
         if (Number.isNaN(value) || value === undefined || (logarithmic && value <= 0)) continue;
         if (value < low) low = value;

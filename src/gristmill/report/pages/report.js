@@ -1,6 +1,6 @@
 // The report: one page that holds its own data, from top to bottom.
 
-import { stragglerTable, timeFigure } from "./account.js";
+import { stragglerTable, timeFigure, timeTable } from "./account.js";
 import { chartOf, higherIsBetter, MARKER_COLOURS, markerKind, SECTIONS } from "./catalog.js";
 import { Board, cssColour, seriesColour } from "./charts.js";
 import { nearestIndex, smoothed } from "./curves.js";
@@ -258,9 +258,11 @@ function chartSections() {
 function account() {
   const known = runs.map((run, index) => [run.time, index]).filter(([time]) => time);
   if (!known.length) return [];
-  return [element("h2", {}, "Where the time went"), ...known.map(([time, index]) =>
-    timeFigure(time, several
-      ? { name: runs[index].name, colour: cssColour(seriesColour(index)) } : {}))];
+  const title = element("h2", {}, "Where the time went");
+  if (!several) return [title, timeFigure(known[0][0])];
+  return [title, ...known.map(([time, index]) => timeFigure(time,
+    { name: runs[index].name, colour: cssColour(seriesColour(index)), table: false })),
+  timeTable(known.map(([time, index]) => [runLabel(index), time]))];
 }
 function stragglers() {
   const found = runs.flatMap((run, index) => (run.stragglers ?? []).map((one) => ({ ...one, run: index })));

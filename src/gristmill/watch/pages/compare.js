@@ -1,6 +1,6 @@
 // The shown runs beside each other: what differs between their settings, and where their time went.
 
-import { timeFigure } from "./account.js";
+import { timeFigure, timeTable } from "./account.js";
 import { getJson } from "./api.js";
 import { cssColour } from "./charts.js";
 import { byId } from "./dom.js";
@@ -90,13 +90,13 @@ export class Compare {
   parts(rows, times) {
     const known = rows.map((row, index) => [row, times[index]]).filter(([, time]) => time);
     const bars = known.map(([row, time]) =>
-      timeFigure(time, { name: row.name, colour: cssColour(this.runs.colourOf(row.id)) }));
-    for (const bar of bars) bar.querySelector(".scroll").hidden = known.length > 3;
+      timeFigure(time, { name: row.name, colour: cssColour(this.runs.colourOf(row.id)), table: false }));
+    const table = timeTable(known.map(([row, time]) => [this.named(row), time]));
     const more = rows.length > MOST_ACCOUNTS
       ? element("p", { class: "note" }, `Of the first ${MOST_ACCOUNTS} of ${rows.length} shown runs.`) : null;
     return [element("h2", {}, "Results"), this.results(rows),
       element("h2", {}, "Settings that differ"), this.differences(rows),
-      ...(bars.length ? [element("h2", {}, "Where the time went"), more, ...bars] : [])].filter(Boolean);
+      ...(bars.length ? [element("h2", {}, "Where the time went"), more, ...bars, table] : [])].filter(Boolean);
   }
 
   named(row) {

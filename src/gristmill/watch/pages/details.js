@@ -136,7 +136,7 @@ export class Details {
     this.actions.replaceChildren(...(can ? [actionBar(row, () => this.runs.rows.get(row.id))] : []));
   }
 
-  overviewOf(row, { summary = {}, time, evaluations, stragglers = [] }) {
+  overviewOf(row, { summary = {}, environment = {}, time, evaluations, stragglers = [] }) {
     const rows = [
       ["Loss", fixed(4)(row.loss), "mean of the last records"],
       ["Best validation loss", fixed(4)(row.validation ?? summary.best_loss),
@@ -147,7 +147,7 @@ export class Details {
       ["Goodput", percent(row.goodput ?? time?.goodput), "of the wall time"],
       ["Peak memory", gibibytes(summary.memory_bytes), "on the device"],
       ["Skipped steps", wholeNumber(summary.skipped), ""],
-      ["Parameters", count(summary.parameters), ""],
+      ["Parameters", count(environment.parameters), ""],
     ].filter(([, value]) => value !== "–");
     const tiles = element("div", { class: "tiles" }, rows.map(([name, value, note]) =>
       element("div", { class: "card tile" }, element("span", {}, name), element("strong", {}, value),

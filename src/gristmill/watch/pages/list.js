@@ -3,7 +3,7 @@
 import { cssColour } from "./charts.js";
 import { byId, counted, icon, say } from "./dom.js";
 import { element } from "./elements.js";
-import { count, fixed, percent, span, wholeNumber } from "./numbers.js";
+import { count, fixed, missing, percent, span, wholeNumber } from "./numbers.js";
 
 /** Pixels of a row; the style sheet has the same. */
 const ROW = 70;
@@ -95,19 +95,20 @@ export class List {
         this.view.set({ colours: { ...this.view.colours, [id]: event.target.value } });
       } });
     const title = element("span", { class: "name" });
+    const loss = element("span", { class: "loss" });
     const facts = element("span", { class: "facts" });
     const more = element("span", { class: "more" });
     const bar = element("i", { "aria-hidden": "true" });
     const open = element("button", { type: "button", class: "open", onclick: () => {
       this.at = id;
       this.onopen(id);
-    } }, title, facts, more);
+    } }, element("span", { class: "title" }, title, loss), facts, more);
     const pin = element("button", { type: "button", class: "icon quiet pin", tabindex: "-1",
       onclick: () => this.pin(id) }, icon(PIN));
     const node = element("li", { onpointerenter: () => this.onraise(id) },
       element("span", { class: "marks" }, show, colour), open, pin,
       element("span", { class: "progress" }, bar));
-    node.parts = { show, colour, title, facts, more, bar, open, pin };
+    node.parts = { show, colour, title, loss, facts, more, bar, open, pin };
     node.run = id;
     open.addEventListener("focus", () => this.onraise(id));
     return node;
@@ -134,6 +135,8 @@ export class List {
     parts.colour.value = hexOf(getComputedStyle(parts.colour).color);
     parts.pin.setAttribute("aria-pressed", String(pinned));
     parts.pin.setAttribute("aria-label", `${pinned ? "Unpin" : "Pin"} ${row.name}`);
+    parts.loss.textContent = missing(row.loss) ? "" : fixed(4)(row.loss);
+    parts.loss.title = "Loss: mean of the last records";
     parts.facts.replaceChildren(...factsOf(row));
     parts.more.textContent = moreOf(row);
     const part = row.read < 1 ? row.read : row.steps ? row.step / row.steps : 0;
@@ -192,18 +195,15 @@ function factsOf(row) {
   if (row.read < 1) {
     return [state, element("span", {}, `reading ${Math.floor(row.read * 100)}%`)];
   }
-  return [state, element("span", {}, row.step === undefined ? "no step yet" : steps),
-    element("span", { class: "loss" }, row.loss === null || row.loss === undefined ? ""
-      : `loss ${fixed(4)(row.loss)}`)];
+  return [state, element("span", {}, missing(row.step) ? "no step yet" : steps)];
 }
 
 function moreOf(row) {
-  const known = (value) => value !== null && value !== undefined;
   return [
-    known(row.tokens_per_second) ? `${count(row.tokens_per_second)} tok/s` : null,
-    row.state === "running" && known(row.eta) ? `${span(row.eta)} left` : null,
-    known(row.goodput) ? `goodput ${percent(row.goodput)}` : null,
     row.state !== "running" && row.state !== "done" ? row.reason : null,
+    row.state === "running" && !missing(row.eta) ? `${span(row.eta)} left` : null,
+    missing(row.tokens_per_second) ? null : `${count(row.tokens_per_second)} tok/s`,
+    missing(row.goodput) ? null : `goodput ${percent(row.goodput)}`,
   ].filter(Boolean).join(" · ");
 }
 

@@ -56,11 +56,12 @@ export class Panels {
       board.remove(chart);
       this.charts.delete(id);
     }
-    for (const title of [...SECTIONS].reverse()) {
+    const sections = SECTIONS.flatMap((title) => {
       const found = [...specs.values()].filter((spec) => spec.section === title)
         .sort((a, b) => a.order - b.order || a.title.localeCompare(b.title));
-      this.arrangeSection(title, found);
-    }
+      return found.length ? [this.sectionOf(title, found)] : [];
+    });
+    putChildren(this.place, sections);
     this.refresh();
   }
 
@@ -80,12 +81,8 @@ export class Panels {
     return specs;
   }
 
-  arrangeSection(title, specs) {
+  sectionOf(title, specs) {
     let section = this.sections.get(title);
-    if (!specs.length) {
-      section?.remove();
-      return;
-    }
     if (!section) {
       section = element("details", { class: "section" }, element("summary", {}, element("h2", {}, title),
         element("span", { class: "hint" })), element("div", { class: "charts" }));
@@ -105,9 +102,8 @@ export class Panels {
       if (chart.logarithmic !== (flipped !== Boolean(spec.log))) chart.setLog(!chart.logarithmic);
       return chart.figure;
     });
-    if (figures.some((figure, index) => grid.children[index] !== figure)) grid.replaceChildren(...figures);
-    // From the last to the first, so that each comes before those that follow it.
-    if (this.place.firstElementChild !== section) this.place.prepend(section);
+    putChildren(grid, figures);
+    return section;
   }
 
   /** Curves of these names have changed; without names, all. */
@@ -237,6 +233,13 @@ export class Panels {
       element("th", { class: "number", scope: "col" }, chart.spec.title))], rows,
     "Values at the crosshair") : element("p", { class: "note" }, "Nothing is shown there."));
   }
+}
+
+/** What is in its place already is not moved: it would lose the focus. */
+function putChildren(place, children) {
+  const same = place.children.length === children.length
+    && children.every((child, index) => place.children[index] === child);
+  if (!same) place.replaceChildren(...children);
 }
 
 /** Where an event lies on an axis. Seconds are those since the first record. */
