@@ -213,7 +213,7 @@ def _since_of(parts: list[str]) -> list[Any]:
 
 
 def _held(fields: Fields) -> dict[tuple[str, str], Held]:
-    entries = fields.get("since") or []
+    entries = fields.get("since") if fields.has("since") else []
     held: dict[tuple[str, str], Held] = {}
     for entry in entries if isinstance(entries, list) else [None]:
         one = entry if isinstance(entry, list) else []

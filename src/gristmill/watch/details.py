@@ -87,7 +87,8 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
     """The committed checkpoints of a run, the newest last."""
     best: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        best = json.loads((folder / "best.json").read_bytes()).get("step")
+        value = json.loads((folder / "best.json").read_bytes())
+        best = value.get("step") if isinstance(value, dict) else None
     found = []
     try:
         entries = list(os.scandir(folder))

@@ -32,15 +32,14 @@ class Broadcast:
         self._watcher = watcher
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
-        self._closed = False
-        self._next = 0.0
+        self._closed = asyncio.Event()
         watcher.changed = self._wake_soon
         self._snapshot = lru_cache(maxsize=1)(self._encode_snapshot)
         self._encoded = lru_cache(maxsize=_MOST_ENCODED)(_encode)
 
     def close(self) -> None:
         """End all streams."""
-        self._closed = True
+        self._closed.set()
         self._wake()
 
     def _wake_soon(self) -> None:
@@ -56,13 +55,14 @@ class Broadcast:
         await call.begin_stream()
         await call.send_chunk(_RETRY)
         ends = time.monotonic() + STREAM_SECONDS
-        while not self._closed and time.monotonic() < ends:
+        while not self._closed.is_set() and time.monotonic() < ends:
             news = self._news
             content, version = self._content(version)
             if content:
                 await call.send_chunk(content)
                 # At most one for each interval.
-                await asyncio.sleep(min(1.0, self._watcher.interval))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), min(1.0, self._watcher.interval))
                 continue
             try:
                 await asyncio.wait_for(news.wait(), ALIVE_SECONDS)
