@@ -472,7 +472,7 @@ def _nearest(path: Path_, model: type[BaseModel]) -> str:
         return "not with model.hf: set what its architecture has in model.hf_config"
     if len(path) == 2 and kinds:
         return f"{path[0]} has it with type = {' or '.join(map(repr, kinds))}"
-    keys = difflib.get_close_matches(path[-1], {p[-1] for p in setting_paths()}, n=1, cutoff=0.8)
+    keys = difflib.get_close_matches(path[-1], {p[-1] for p in setting_paths()}, n=1, cutoff=0.81)
     near = (
         difflib.get_close_matches(path[-1], known, n=2, cutoff=0.6)
         or [".".join(p) for p in setting_paths() if p[-1] in keys][:3]

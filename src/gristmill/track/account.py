@@ -125,7 +125,7 @@ class WallAccount:
 
     def note(self, step: int, *, keep: bool = False) -> None:
         """Write where the run is, once in a while and to `keep` it."""
-        if keep or self._since - self._written > _EVERY:
+        if keep or time.monotonic() - self._written > _EVERY:
             self.write(step, keep=keep)
 
     def write(self, step: int, *, keep: bool = False, end: End | None = None) -> None:

@@ -81,7 +81,13 @@ To be wrong costs little: it joins again."""
 
 
 def train_elastic(
-    config: RunConfig, claim: FolderClaim, place: ProcessInfo, mesh: Mesh, *, stop: StopRequest
+    config: RunConfig,
+    claim: FolderClaim,
+    place: ProcessInfo,
+    mesh: Mesh,
+    *,
+    stop: StopRequest,
+    began: float,
 ) -> Outcome:
     """Train with workers that may die and come back: a round for each view of who is there."""
     worker, folder = ElasticRun(config, claim.folder, place, mesh), claim.folder
@@ -109,7 +115,9 @@ def train_elastic(
                 worker.keep_key()
                 built = worker.connect()
                 with memory_explained("free some, or use a machine with more"):
-                    training = Training(built, stop=stop, monitor=worker.monitor, check=check)
+                    training = Training(
+                        built, stop=stop, monitor=worker.monitor, check=check, began=began
+                    )
                     outcome = training.to_the_end(worker.begin, track=worker.tracked)
                 worker.done(complete=outcome.exit is Exit.DONE)
                 return outcome

@@ -42,7 +42,7 @@ from gristmill.train.tracker import Tracker
 
 EVERY = 1.0
 """Seconds between two looks."""
-_STARVED = 0.5
+_STARVED = 0.8
 """Above this share of the host's cores in use, a loader may lack a core."""
 
 
@@ -63,10 +63,9 @@ class RunObserver:
         self.folder, self.place, self.leads = folder, place, leads
         self.pace, self.requests = Pace(stage=stage), RequestBox()
         self.sampler: SystemSampler | None = None
-        self._interval = 0.0
         if config.track.system and place.local_rank == 0:
-            self._interval = parse_seconds(config.track.system)
-            self.sampler = SystemSampler(self._interval, folder.path, gpus=gpus, host=place.host)
+            interval = parse_seconds(config.track.system)
+            self.sampler = SystemSampler(interval, folder.path, gpus=gpus, host=place.host)
         self._detector = StragglerDetector()
         self._monitor: Any = None
         self._tracker: Tracker | None = None
@@ -105,22 +104,28 @@ class RunObserver:
             self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
             self._thread.start()
 
+    def finish(self) -> None:
+        """Record what the host did until now, and observe no more."""
+        self.stop()
+        self._try_to_look()
+
     def stop(self) -> None:
-        """Record what is left, and end the thread."""
+        """End the threads; one that a file system or a driver holds up is left behind."""
         self._stopping.set()
-        if self.sampler is not None:
-            self.sampler.stop()
         if self._thread is not None:
             self._thread.join(EVERY)
+        if self.sampler is not None:
+            self.sampler.stop()
 
     def _run(self) -> None:
-        while True:
-            last = self._stopping.wait(EVERY)
-            # A disk that is full or gone is reported by those who need it.
+        while not self._stopping.wait(EVERY):
+            self._try_to_look()
+
+    def _try_to_look(self) -> None:
+        # A disk that is full or gone is reported by those who need it.
+        if self.leads:
             with contextlib.suppress(OSError, UserError):
                 self._look()
-            if last:
-                return
 
     def _look(self) -> None:
         heartbeats: Sequence[Heartbeat] = () if self._monitor is None else self._monitor.everyone
@@ -229,8 +234,9 @@ def cause_of(slow: Straggler, system: Mapping[str, Any]) -> str | None:
         return "its network link is slow"
     if slow.part == "data":
         busy = system.get("cpu_use")
-        starved = busy is not None and busy > _STARVED
-        return "its loader lacks a core" if starved else "its storage is slow"
+        if busy is None:
+            return None
+        return "its loader lacks a core" if busy > _STARVED else "its storage is slow"
     if "thermal" in throttled:
         return "a GPU of its host is throttled by heat"
     if throttled:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gristmill.base.errors import UserError, printable
+from gristmill.base.errors import UserError, on_one_line
 from gristmill.base.units import Duration
 
 Action = Literal["stop", "save", "validate", "until"]
@@ -53,7 +53,7 @@ def parse_request(text: bytes) -> Request:
         if not isinstance(until, str) or not Duration.matches(until):
             raise ValueError('`until` must be a horizon such as "20k steps" or "1B tokens"')
         until = str(Duration.parse(until))
-    return Request(value["action"], until, printable(str(by))[:_LONGEST])
+    return Request(value["action"], until, on_one_line(str(by))[:_LONGEST])
 
 
 class RequestBox:
@@ -106,7 +106,7 @@ def read_requests(folder: Path, box: RequestBox, *, refuse: Callable[[str], None
                 request = parse_request(opened.read(_LARGEST))
         except (OSError, ValueError, RecursionError, UserError) as error:
             file.unlink(missing_ok=True)
-            refuse(f"a request in {folder.name}/ was refused: {printable(str(error))[:_LONGEST]}")
+            refuse(f"a request in {folder.name}/ was refused: {on_one_line(str(error))[:_LONGEST]}")
             continue
         if not box.put(request):
             return

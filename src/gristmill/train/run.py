@@ -13,12 +13,13 @@ shards and logs.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import ProcessInfo
+from gristmill.base.process import ProcessInfo, process_began
 from gristmill.config.load import load_run
 from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
@@ -86,15 +87,23 @@ class Run:
         """
         place = ProcessInfo.current()
         mesh = device_mesh(self.config, place)
+        # A program that is not ours may have done other things before.
+        began = time.time() if stop is None else process_began()
         elastic = self.config.parallel.elastic and place.world > 1
         claim = FolderClaim(self._folder, fresh=fresh, start_from=start_from)
         with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop:
             if elastic:
-                return train_elastic(self.config, claim, place, mesh, stop=stop)
-            return self._train_together(claim, place, mesh, stop=stop)
+                return train_elastic(self.config, claim, place, mesh, stop=stop, began=began)
+            return self._train_together(claim, place, mesh, stop=stop, began=began)
 
     def _train_together(
-        self, claim: FolderClaim, place: ProcessInfo, mesh: Mesh, *, stop: StopRequest
+        self,
+        claim: FolderClaim,
+        place: ProcessInfo,
+        mesh: Mesh,
+        *,
+        stop: StopRequest,
+        began: float,
     ) -> Outcome:
         """Train with processes that all stay to the end."""
         config, folder = self.config, self._folder
@@ -108,7 +117,9 @@ class Run:
                     check = build_content_check(built)
                     control.on_all_ranks(check.start)
                     try:
-                        training = Training(built, stop=stop, monitor=monitor, check=check)
+                        training = Training(
+                            built, stop=stop, monitor=monitor, check=check, began=began
+                        )
                         outcome = training.to_the_end()
                     finally:
                         check.stop()

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.base.process import ProcessInfo, job_began, process_began
+from gristmill.base.process import ProcessInfo, job_began
 from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.writer import CheckpointWriter
@@ -37,7 +37,6 @@ from gristmill.optim.schedule import build_schedule
 from gristmill.strategies.compiling import CompileClock
 from gristmill.strategies.decentralized.membership import ViewChangedError
 from gristmill.track.account import RunTime, WallAccount, read_run_time
-from gristmill.track.alerts import Rule
 from gristmill.track.folder import RunFolder
 from gristmill.train.announce import announce
 from gristmill.train.assemble import (
@@ -57,6 +56,9 @@ from gristmill.train.observer import RunObserver
 from gristmill.train.resume import Resumed, resume
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_alerts, build_tracker
+
+if TYPE_CHECKING:
+    from gristmill.track.alerts import Rule
 
 _LAST_WORDS = 4.0
 """Seconds that an alert has before this process is ended."""
@@ -133,15 +135,22 @@ class Training:
     """Trains a built run: from the state that `resume` finds to its end, a stop or an error."""
 
     def __init__(
-        self, run: BuiltRun, *, stop: StopRequest, monitor: PeerMonitor, check: ContentCheck
+        self,
+        run: BuiltRun,
+        *,
+        stop: StopRequest,
+        monitor: PeerMonitor,
+        check: ContentCheck,
+        began: float,
     ) -> None:
+        """`began`: when the start of the run began, in seconds since 1970."""
         self.run, self.stop, self.monitor, self.check = run, stop, monitor, check
         if run.config.train.time_limit is not None:
             stop.time_limit = parse_seconds(run.config.train.time_limit)
         leads = run.control.is_rank0
         self.account = WallAccount(
             run.folder.time if leads else None,
-            began=job_began() or process_began(),
+            began=job_began() or began,
             queued=_queued_since(run.folder) if leads else None,
         )
         self.observer = RunObserver(
@@ -296,6 +305,7 @@ class Training:
                     with contextlib.suppress(Exception):
                         hooks.meter.drain()
                 raise
+        self.observer.finish()
         self.account.write(state.progress.steps, end="done" if finished else "stopped")
         text = _described(run, read_run_time(run.folder.time), finished=finished)
         tracker.say(text)

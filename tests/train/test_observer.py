@@ -1,0 +1,259 @@
+"""What is known of a run while it trains: slow processes, its account of time, requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gristmill.config.schema import RunConfig
+from gristmill.distributed.liveness.stragglers import Straggler
+from gristmill.strategies.spmd import Spmd
+from gristmill.strategies.strategy import StepResult
+from gristmill.track.account import read_run_time
+from gristmill.track.metrics import EventRecord, StragglerRecord, SystemRecord, read_metrics
+from gristmill.train.hooks import Hooks
+from gristmill.train.observer import cause_of
+from gristmill.train.requests import Request
+from gristmill.train.run import Run
+
+if TYPE_CHECKING:
+    from conftest import Runs
+
+MakeRun = Callable[..., RunConfig]
+Crowd = Callable[..., list[Any]]
+
+SLOW_PROCESS = """
+import os, sys, time
+from pathlib import Path
+from dataclasses import replace
+from gristmill.distributed.liveness.verdict import Limits
+from gristmill.train import observer
+
+rank = int(os.environ["RANK"])
+
+def slow_forward(self, *args, **kwargs):
+    # Until a test has seen that the process was named.
+    if rank == 2 and not Path({seen!r}).exists():
+        time.sleep(0.1)
+    return forward(self, *args, **kwargs)
+
+from gristmill.models.gpt import GPT
+forward, GPT.forward = GPT.forward, slow_forward
+limits = Limits.of
+Limits.of = lambda config, *, save: replace(limits(config, save=save), beat=0.1, read=0.1)
+observer.EVERY = 0.05
+sys.argv = ["gristmill", "train", {run!r}]
+from gristmill.cli.main import main
+main()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def wait_until(holds: Callable[[], Any], processes: list[subprocess.Popen[str]]) -> None:
+    while not holds():
+        assert all(process.poll() is None for process in processes), "a process has ended"
+        time.sleep(0.05)
+
+
+def test_a_slow_process_is_named_while_the_run_goes_on(
+    run_text: Callable[..., str], tmp_path: Path
+) -> None:
+    run, seen = tmp_path / "run.toml", tmp_path / "seen"
+    run.write_text(
+        run_text()
+        .replace('until = "12 steps"', 'until = "100k steps"')
+        .replace('every = "3 steps"', 'every = "50k steps"')
+        .replace('every = "4 steps"', 'every = "50k steps"')
+        .replace("batch = 4", "batch = 6")
+    )
+    port, folder = free_port(), tmp_path / "run"
+    program = SLOW_PROCESS.format(seen=str(seen), run=str(run))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={
+                **os.environ,
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                **{"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+
+    def records(kind: type) -> list[Any]:
+        metrics = folder / "metrics.jsonl"
+        found = read_metrics(metrics, damaged=lambda *line: None) if metrics.is_file() else []
+        return [record for record in found if isinstance(record, kind)]
+
+    try:
+        wait_until(lambda: records(StragglerRecord), processes)
+        (named,) = records(StragglerRecord)
+        assert (named.rank, named.phase, named.over, named.cause) == (2, "compute", False, None)
+        assert named.ratio >= 1.2
+        known = json.loads((folder / "processes.json").read_text())["processes"]
+        assert [one["rank"] for one in known] == [0, 1, 2]
+        assert {one["state"] for one in known} == {"running"}
+        assert known[2]["parts"]["compute"] > known[0]["parts"]["compute"]
+        assert known[0]["parts"]["wait"] > known[2]["parts"]["wait"]
+        seen.touch()
+        wait_until(lambda: records(StragglerRecord)[1:], processes)
+        assert [record.over for record in records(StragglerRecord)] == [False, True]
+        wait_until(lambda: records(SystemRecord), processes)
+        (folder / "requests").mkdir()
+        (folder / "requests" / "1.json").write_text('{"action": "stop", "by": "the test"}')
+        outputs = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [75, 75, 75], outputs
+    assert "stopping after the test asked to stop" in outputs[0]
+    assert "warning: rank 2" in outputs[0]
+
+
+def ask(config: RunConfig, requests: dict[int, tuple[str, str | None]]) -> int:
+    """Train while rank 0 is asked for something before some steps."""
+    real = Hooks.signals
+
+    def signals(self: Hooks) -> int:
+        step = self._progress.steps + 1
+        if self.control.is_rank0 and step in requests:
+            action, until = requests[step]
+            assert self.requests.put(Request(action, until, "the test"))  # type: ignore[arg-type]
+        return real(self)
+
+    Hooks.signals = signals  # type: ignore[method-assign]
+    try:
+        return int(Run(config).train().exit)
+    finally:
+        Hooks.signals = real  # type: ignore[method-assign]
+
+
+def texts(folder: Path) -> list[str]:
+    records = read_metrics(folder / "metrics.jsonl")
+    return [record.text for record in records if isinstance(record, EventRecord)]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_all_processes_do_what_one_is_asked_for(
+    crowd: Crowd, make_run: MakeRun, tmp_path: Path, processes: int
+) -> None:
+    often = ('validate.every="100 steps"', 'checkpoint.every="100 steps"', "train.batch=6")
+    config = make_run(*often)
+    requests = {2: ("validate", None), 5: ("save", None), 7: ("until", "3 steps")}
+    arguments = (config, {**requests, 9: ("stop", None)})
+    found = crowd(processes, ask, *arguments) if processes > 1 else [ask(*arguments)]
+    assert found == [75] * processes
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    validated = [record.step for record in records if record.kind == "validation"]
+    assert validated == [0, 3], "the step after all know"
+    told = texts(tmp_path / "run")
+    saved = [text.split()[2] for text in told if text.startswith("saved checkpoint")]
+    assert saved == ["step-00000003", "step-00000006", "step-00000009"], "3 was the best so far"
+    refused = "the test asked to train until 3 steps: the run is past that, at step 7"
+    assert refused in told
+    assert "stopping after the test asked to stop" in told
+
+
+def stop(config: RunConfig, at: int) -> int:
+    return ask(config, {at: ("stop", None)})
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_another_horizon_is_that_of_a_run_that_was_stopped_and_resumed_with_it(
+    crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, processes: int
+) -> None:
+    def train(function: Callable[..., int], *arguments: Any) -> set[int]:
+        if processes == 1:
+            return {function(*arguments)}
+        return set(crowd(processes, function, *arguments))
+
+    common = ("train.batch=6", 'schedule.type="cosine"')
+    asked = make_run(*common, folder="asked")
+    assert train(ask, asked, {5: ("until", "9 steps")}) == {0}
+    assert train(stop, make_run(*common, folder="stopped"), 5) == {75}
+    resumed = make_run(*common, 'train.until="9 steps"', folder="stopped")
+    assert train(stop, resumed, 0) == {0}
+    runs.assert_same(tmp_path / "asked", tmp_path / "stopped")
+    assert 'until = "9 steps"' in (tmp_path / "asked" / "run.toml").read_text()
+    assert Run.open(tmp_path / "asked").status["steps"] == 9
+
+
+def test_a_horizon_that_the_settings_forbid(make_run: MakeRun, tmp_path: Path) -> None:
+    """It is refused before anything stops."""
+    warm = make_run('schedule.type="warmup-stable-decay"', 'schedule.warmup="6 steps"', 'schedule.decay="4 steps"')
+    assert ask(warm, {2: ("until", "7 steps")}) == 0
+    (refused,) = [text for text in texts(tmp_path / "run") if "until 7 steps" in text]
+    assert "schedule" in refused
+    assert Run(warm).status["step"] == 12
+
+
+def test_the_account_of_a_run_that_was_killed(make_run: MakeRun, tmp_path: Path) -> None:
+    """The same process here: it fails at step 8, and goes on from step 6."""
+    config, real = make_run(), Spmd.update
+
+    def fail(self: Spmd, result: StepResult, **options: Any) -> StepResult:
+        if fail.steps == 7:
+            raise RuntimeError("a fault")
+        fail.steps += 1
+        return real(self, result, **options)
+
+    fail.steps = 0  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="a fault"):
+        patch.setattr(Spmd, "update", fail)
+        Run(config).train()
+    time_file = tmp_path / "run" / "time.jsonl"
+    before = read_run_time(time_file)
+    assert before is not None and "lost" not in before.parts
+    Run(config).train()
+    found = read_run_time(time_file)
+    assert found is not None
+    assert found.attempts == 2
+    assert found.parts["lost"] > 0 and found.parts["restart"] > 0
+    assert {"compute", "optimizer", "validation", "save"} < found.parts.keys()
+    assert sum(found.parts.values()) == pytest.approx(found.wall)
+    assert found.goodput is not None and 0 < found.goodput < 1
+    lines = [json.loads(line) for line in time_file.read_text().splitlines()]
+    assert [line["end"] for line in lines if line["end"]] == ["failed", "done"]
+    assert "goodput" in texts(tmp_path / "run")[-1]
+    attempts = len(lines)
+    Run(config).train()
+    assert len(time_file.read_text().splitlines()) == attempts, "there was nothing to do"
+
+
+def slow_at(part: str) -> Straggler:
+    return Straggler(1, "n1", part, 1.5, 0.1, 100)
+
+
+@pytest.mark.parametrize(
+    ("part", "system", "cause"),
+    [
+        ("compute", {}, None),
+        ("compute", {"gpu_throttled": "thermal"}, "a GPU of its host is throttled by heat"),
+        ("optimizer", {"gpu_throttled": "power"}, "a GPU of its host is throttled (power)"),
+        ("data", {"cpu_use": 0.97}, "its loader lacks a core"),
+        ("data", {"cpu_use": 0.05}, "its storage is slow"),
+        ("data", {}, None),
+        ("link", {}, "its network link is slow"),
+    ],
+)
+def test_causes_are_told_apart(part: str, system: dict[str, Any], cause: str | None) -> None:
+    assert cause_of(slow_at(part), system) == cause
