@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from gristmill.distributed.liveness.stragglers import (
-    IN_A_ROW,
+    COMPARED,
     KEPT,
+    MOST,
     STRETCH,
     Pace,
     ProcessPace,
@@ -73,8 +74,9 @@ def test_a_slow_process_is_named_within_fifty_steps(
 
     (named,) = processes.train(50, slow)
     assert (named.rank, named.host, named.part, named.over) == (2, "n2", part, False)
-    assert named.ratio == pytest.approx(0.171 / 0.121)
-    assert named.seconds == pytest.approx(0.05)
+    # Of the 30 steps that it is judged by, 10 may have been as before.
+    assert 1.27 < named.ratio <= 0.1711 / 0.121
+    assert 0.033 < named.seconds <= 0.0501
     assert processes.train(500, slow) == [], "it is told once"
     (over,) = processes.train(50, even)
     assert (over.rank, over.part, over.over) == (2, part, True)
@@ -103,7 +105,7 @@ def test_noise_is_no_alarm() -> None:
     rng = random.Random(0)
 
     def noisy(rank: int, step: int) -> tuple[float, float, float]:
-        burst = 10 if rng.random() < 0.003 else 1
+        burst = 10 if rng.random() < 0.01 else 1
         return (0.001, 0.1 * rng.uniform(0.85, 1.15) * burst, 0.02)
 
     assert Processes(4).train(3000, noisy) == []
@@ -111,7 +113,7 @@ def test_noise_is_no_alarm() -> None:
 
 def test_a_short_disturbance_is_no_alarm() -> None:
     def disturbed(rank: int, step: int) -> tuple[float, float, float]:
-        slow = rank == 1 and 100 < step <= 100 + STRETCH * (IN_A_ROW - 1)
+        slow = rank == 1 and 100 < step <= 100 + STRETCH * (MOST - 1)
         return (0.001, 0.2 if slow else 0.1, 0.02)
 
     assert Processes(4).train(300, disturbed) == []
@@ -150,7 +152,7 @@ def test_fast_steps_and_rare_heartbeats() -> None:
     def slow(rank: int, step: int) -> tuple[float, float, float]:
         return (0.0, 0.001 + 0.001 * (rank == 1), 0.0)
 
-    assert KEPT > IN_A_ROW + 1
+    assert KEPT > COMPARED + 1
     (named,) = Processes(3).train(700, slow, every=350)
     assert named.rank == 1
 
@@ -165,9 +167,7 @@ def test_a_slow_link() -> None:
         for _ in range(50):
             processes.step += 1
             for pace in processes.paces:
-                pace.add(
-                    processes.step, seconds=0.1 + wait, data=0.0, compute=0.1, optimizer=0.0
-                )
+                pace.add(processes.step, seconds=0.1 + wait, data=0.0, compute=0.1, optimizer=0.0)
             if processes.step % 10 == 0:
                 changes += processes.detector.compare(processes.heard())
         return changes

@@ -2,17 +2,18 @@
 
 All processes of a run take the same steps, so their steps take the same time; the fast ones wait.
 What differs is how long each is busy with its own part. Every process sums that up and notes the
-sums whenever it has taken ten more steps (`Pace`). The newest notes travel with its heartbeat, so
-this costs no message. Rank 0 compares the same ten steps of all (`StragglerDetector`).
+sums whenever it has taken five more steps (`Pace`). The newest notes travel with its heartbeat, so
+this costs no message. Rank 0 compares the same steps of all (`StragglerDetector`).
 
     data       until the batch was there
     compute    forward and backward, until this process's own gradients were computed
     optimizer  from the gradients of all to the end of the step
-    link       the time in which the store answers, which hosts the heartbeats
+    link       the time in which the store answers, which holds the heartbeats
 
-A process is slow if it is busy for a fifth longer than the median, three times in a row, and that
-much matters in a whole step. It is named with the part in which it loses most. Stages of a pipeline
-have different work, so a process is compared with those of its own stage.
+A process is slow if in the last 30 steps it was busy for a fifth longer than the median, and so in
+most stretches of five, and if that much matters in a whole step. It is named with the part in which
+it loses most. Stages of a pipeline have different work, so a process is compared with those of its
+own stage.
 
 Given up: inside a pass that exchanges weights or activations (fsdp, tensor, context and pipeline
 parallelism), waiting for others counts as computing, so all processes look alike.
@@ -21,20 +22,22 @@ parallelism), waiting for others counts as computing, so all processes look alik
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-STRETCH = 10
-"""Steps that are compared at a time."""
-KEPT = 12
+STRETCH = 5
+"""Steps between two notes."""
+COMPARED = 6
+"""Stretches that are compared together."""
+MOST = 4
+"""A process must be slow in so many of them: one that was held up once is not slow."""
+KEPT = 24
 """Notes that travel with a heartbeat: of fast steps there are many between two of them."""
 SLOWER = 1.2
 """How much longer than the median a slow process is busy."""
 MATTERS = 0.05
 """The least excess of a slow process, as a share of a whole step."""
-IN_A_ROW = 3
-"""So often before a process is called slow, and before it no longer is."""
 SLOW_LINK = 5.0
 """How much longer than the median the store takes to answer over a slow link."""
 _LEAST_LINK = 0.005
@@ -121,9 +124,8 @@ class StragglerDetector:
         """Those that are slow now, by rank."""
         self._done = 0
         """The last step that was compared."""
-        self._streaks: dict[int, list[Straggler]] = defaultdict(list)
-        """What was found of a process, in stretches that followed each other."""
-        self._calm: dict[int, int] = defaultdict(int)
+        self._last: deque[Mapping[int, Busy]] = deque(maxlen=COMPARED)
+        """How busy each rank was in the last stretches."""
 
     def compare(self, paces: Iterable[ProcessPace]) -> list[Straggler]:
         """Compare the stretches that all have taken since the last call; returns what changed."""
@@ -131,39 +133,42 @@ class StragglerDetector:
         if len(known) < 2:
             return changes
         if any(pace.notes and pace.notes[-1][0] < self._done for pace in known):
-            self._forget()
-        ends = set.intersection(*(set(_stretches(pace)) for pace in known))
+            # The run went back: its steps are taken again.
+            self._done = 0
+        stretches = {pace.rank: _stretches(pace) for pace in known}
+        ends = set[int].intersection(*map(set, stretches.values()))
         for end in sorted(end for end in ends if end > self._done):
-            busy = {pace.rank: _stretches(pace)[end] for pace in known}
             if end != self._done + STRETCH:
-                self._streaks.clear()
+                self._last.clear()
             self._done = end
-            changes += self._compare_at(end, known, busy)
+            self._last.append({rank: busy[end] for rank, busy in stretches.items()})
+            if len(self._last) == COMPARED:
+                changes += self._changes(end, known)
         return changes
 
-    def _forget(self) -> None:
-        """The run went back: its steps are taken again."""
-        self._done = 0
-        self._streaks.clear()
-        self._calm.clear()
-
-    def _compare_at(
-        self, step: int, paces: Sequence[ProcessPace], busy: Mapping[int, Busy]
-    ) -> list[Straggler]:
+    def _changes(self, step: int, paces: Sequence[ProcessPace]) -> list[Straggler]:
         changes = list[Straggler]()
         for pace in paces:
-            peers = [busy[other.rank] for other in paces if other.stage == pace.stage]
-            found = _slow(step, pace, busy[pace.rank], peers) or _slow_link(step, pace, paces, busy)
-            rank = pace.rank
-            streak = self._streaks[rank] = [*self._streaks[rank], found] if found else []
-            self._calm[rank] = 0 if found else self._calm[rank] + 1
-            if rank not in self.slow and len(streak) >= IN_A_ROW:
-                self.slow[rank] = _summed_up(streak)
-                changes.append(self.slow[rank])
-            elif rank in self.slow and self._calm[rank] >= IN_A_ROW:
-                before = self.slow.pop(rank)
+            peers = [other.rank for other in paces if other.stage == pace.stage]
+            whole = {rank: _together([one[rank] for one in self._last]) for rank in self._last[0]}
+            found = _slow(step, pace, whole, peers)
+            times = sum(_slow(step, pace, busy, peers) is not None for busy in self._last)
+            if found is None or times < MOST:
+                found = _slow_link(step, pace, paces, whole)
+            before = self.slow.get(pace.rank)
+            if before is None and found is not None:
+                self.slow[pace.rank] = found
+                changes.append(found)
+            elif before is not None and found is None and times <= COMPARED - MOST:
+                del self.slow[pace.rank]
                 changes.append(replace(before, ratio=1.0, seconds=0.0, step=step, over=True))
         return changes
+
+
+def _together(busy: Sequence[Busy]) -> Busy:
+    """The mean of some stretches."""
+    parts = {name: statistics.fmean(one.parts[name] for one in busy) for name in PARTS}
+    return Busy(statistics.fmean(one.step_seconds for one in busy), parts)
 
 
 def _stretches(pace: ProcessPace) -> dict[int, Busy]:
@@ -178,31 +183,20 @@ def _stretches(pace: ProcessPace) -> dict[int, Busy]:
     return found
 
 
-def _summed_up(streak: Sequence[Straggler]) -> Straggler:
-    """What several stretches say of a process: the part in which it lost most in all of them."""
-    lost: dict[str, float] = defaultdict(float)
-    for found in streak:
-        lost[found.part] += found.seconds
-    part = max(lost, key=lambda name: lost[name])
-    return replace(
-        streak[-1],
-        part=part,
-        ratio=statistics.fmean(found.ratio for found in streak),
-        seconds=statistics.fmean(found.seconds for found in streak),
-    )
-
-
-def _slow(step: int, pace: ProcessPace, own: Busy, peers: Sequence[Busy]) -> Straggler | None:
+def _slow(
+    step: int, pace: ProcessPace, busy: Mapping[int, Busy], peers: Sequence[int]
+) -> Straggler | None:
     """Whether a process is busy for much longer than its peers."""
     if len(peers) < 2:
         return None
+    own = busy[pace.rank]
     # Of two, the faster one tells what is normal.
-    median = statistics.median_low(peer.own for peer in peers)
+    median = statistics.median_low(busy[peer].own for peer in peers)
     excess = own.own - median
     if own.own < SLOWER * median or excess < MATTERS * own.step_seconds or median <= 0:
         return None
     over = {
-        name: seconds - statistics.median_low(peer.parts[name] for peer in peers)
+        name: seconds - statistics.median_low(busy[peer].parts[name] for peer in peers)
         for name, seconds in own.parts.items()
     }
     part = max(over, key=lambda name: over[name])
