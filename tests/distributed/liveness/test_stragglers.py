@@ -78,7 +78,7 @@ def test_a_slow_process_is_named_within_fifty_steps(
     assert 1.27 < named.ratio <= 0.1711 / 0.121
     assert 0.033 < named.seconds <= 0.0501
     assert processes.train(500, slow) == [], "it is told once"
-    (over,) = processes.train(50, even)
+    (over,) = processes.train(100, even)
     assert (over.rank, over.part, over.over) == (2, part, True)
     assert not processes.detector.slow
 

@@ -22,7 +22,7 @@ parallelism), waiting for others counts as computing, so all processes look alik
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +32,8 @@ COMPARED = 6
 """Stretches that are compared together."""
 MOST = 4
 """A process must be slow in so many of them: one that was held up once is not slow."""
+CALM = 10
+"""After so many stretches in which it was not, a process is no longer slow."""
 KEPT = 24
 """Notes that travel with a heartbeat: of fast steps there are many between two of them."""
 SLOWER = 1.2
@@ -124,6 +126,7 @@ class StragglerDetector:
         """Those that are slow now, by rank."""
         self._done = 0
         """The last step that was compared."""
+        self._calm: dict[int, int] = defaultdict(int)
         self._last: deque[Mapping[int, Busy]] = deque(maxlen=COMPARED)
         """How busy each rank was in the last stretches."""
 
@@ -156,10 +159,11 @@ class StragglerDetector:
             if found is None or times < MOST:
                 found = _slow_link(step, pace, paces, whole)
             before = self.slow.get(pace.rank)
+            self._calm[pace.rank] = 0 if found is not None else self._calm[pace.rank] + 1
             if before is None and found is not None:
                 self.slow[pace.rank] = found
                 changes.append(found)
-            elif before is not None and found is None and times <= COMPARED - MOST:
+            elif before is not None and self._calm[pace.rank] >= CALM:
                 del self.slow[pace.rank]
                 changes.append(replace(before, ratio=1.0, seconds=0.0, step=step, over=True))
         return changes
