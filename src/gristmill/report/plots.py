@@ -207,14 +207,14 @@ class RunDigest:
             lines, damaged=lambda number, why: self._damaged(before + number + 1, why)
         )
         self.lines += len(lines)
-        self.records += len(block.stamps)
-        if not block.stamps:
+        self.records += len(block.stamps_BP)
+        if not len(block.stamps_BP):
             return len(data)
-        self.step, self.tokens = map(int, block.stamps[-1][:2])
-        places_BP = np.array(block.stamps, dtype=np.float64)
+        places_BP = block.stamps_BP
+        self.step, self.tokens = map(int, places_BP[-1, :2])
         clocks = places_BP[:, 2].copy()
         places_BP[:, 2] = self._elapsed(clocks)
-        for rows in block.groups():
+        for rows in block.groups:
             self._add_rows(rows, places_BP[rows.numbers], clocks[rows.numbers])
         if block.texts:
             begins = [offset, *accumulate((len(line) + 1 for line in lines), initial=offset)][1:]

@@ -1,8 +1,8 @@
 """Reads lines of `metrics.jsonl` as numbers, many at a time.
 
-A line of a known kind whose keys and types of values are those of a line that was read properly is
-as good. So lines are decoded together, and each is only compared with those before. Every field
-that holds a number is found by its presence: also those that only a newer version writes.
+A line with the keys of one that was read properly is as good. So lines are decoded together, and
+their values become one array; only where that fails is each line read with care. Every field that
+holds a number is found by its presence: also those that only a newer version writes.
 
     step         loss, lr, …
     validation   validation.loss, …
@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ STEPS = ""
 VALIDATION = "validation."
 VALUE, ERROR = "value", "stderr"
 """The curves of a group of evaluations."""
+_NO_CURVES = "\n"
+"""The group of records that hold texts."""
 
 
 def _no_constant(name: str) -> float:
@@ -62,23 +64,13 @@ def _decoder() -> Callable[[bytes], Any]:
 
 
 class _Layout(NamedTuple):
-    """What lines of the same keys and types hold."""
+    """What lines of the same keys hold."""
 
     kind: str
-    """Empty for kinds that are not known."""
     names: tuple[str, ...]
     """The fields that hold numbers."""
-    pick: Callable[[Mapping[str, Any]], Any]
-    """Their values, in a tuple."""
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Some records with the same fields."""
-
-    numbers: list[int] = field(default_factory=list)
-    """Which records of the block these are."""
-    values: list[Any] = field(default_factory=list)
+    pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None
+    """The step, the tokens, the time and those numbers; None for kinds that are not known."""
 
 
 @dataclass(frozen=True)
@@ -97,30 +89,78 @@ class GroupRows:
 class Block:
     """What some lines hold."""
 
-    stamps: list[tuple[float, float, float]] = field(default_factory=list)
+    stamps_BP: Doubles
     """Step, tokens and time of every record, in the order of the lines."""
-    texts: list[tuple[int, Record]] = field(default_factory=list)
+    groups: list[GroupRows]
+    texts: list[tuple[int, Record]]
     """Numbers of lines, and records that hold texts."""
-    rows: dict[str, dict[tuple[str, ...], _Rows]] = field(default_factory=dict)
-    """By group and names."""
 
-    def groups(self) -> Iterator[GroupRows]:
-        """The numbers, of which those that a record does not have are NaN."""
+
+@dataclass
+class _Rows:
+    """Some records with the same fields."""
+
+    numbers: list[int] = field(default_factory=list)
+    values: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+class _Collected:
+    """What is collected of a block's lines."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Records."""
+        self.rows: dict[str, dict[tuple[str, ...], _Rows]] = {}
+        """By group and names."""
+        self.texts: list[tuple[int, Record]] = []
+
+    def rows_of(self, group: str, names: tuple[str, ...]) -> _Rows:
+        kinds = self.rows.get(group)
+        if kinds is None:
+            kinds = self.rows[group] = {}
+        rows = kinds.get(names)
+        if rows is None:
+            rows = kinds[names] = _Rows()
+        return rows
+
+    def block(self) -> Block:
+        """All of it as arrays; a `ValueError` or `TypeError` if a value is no number."""
+        stamps_BP = np.full((self.count, len(_STAMP)), np.nan)
+        groups = list[GroupRows]()
         for group, kinds in self.rows.items():
-            names = tuple(dict.fromkeys(name for one in kinds for name in one))
-            if len(kinds) == 1:
-                (rows,) = kinds.values()
+            parts = []
+            for names, rows in kinds.items():
                 values_BC = np.array(rows.values, dtype=np.float64)
-                yield GroupRows(group, names, np.array(rows.numbers), values_BC)
-                continue
-            numbers = np.concatenate([np.array(rows.numbers) for rows in kinds.values()])
-            values_BC, begin = np.full((len(numbers), len(names)), np.nan), 0
-            for own, rows in kinds.items():
-                end, columns = begin + len(rows.numbers), [names.index(name) for name in own]
-                values_BC[begin:end, columns] = np.array(rows.values, dtype=np.float64)
-                begin = end
-            order = np.argsort(numbers)
-            yield GroupRows(group, names, numbers[order], values_BC[order])
+                numbers = np.array(rows.numbers)
+                stamps_BP[numbers] = values_BC[:, : len(_STAMP)]
+                parts.append((names, numbers, values_BC[:, len(_STAMP) :]))
+            if group != _NO_CURVES:
+                groups.append(_joined(group, parts))
+        if not np.isfinite(stamps_BP[:, :2]).all():
+            raise ValueError("a step is no number")
+        return Block(stamps_BP, groups, self.texts)
+
+
+def _joined(
+    group: str, parts: list[tuple[tuple[str, ...], npt.NDArray[np.int64], Doubles]]
+) -> GroupRows:
+    """Records with different fields in their order; what one does not have is NaN."""
+    if len(parts) == 1:
+        names, numbers, values_BC = parts[0]
+    else:
+        names = tuple(dict.fromkeys(name for own, _, _ in parts for name in own))
+        numbers = np.concatenate([numbers for _, numbers, _ in parts])
+        values_BC, begin = np.full((len(numbers), len(names)), np.nan), 0
+        for own, _, values in parts:
+            end = begin + len(values)
+            values_BC[begin:end, [names.index(name) for name in own]] = values
+            begin = end
+        order = np.argsort(numbers)
+        numbers, values_BC = numbers[order], values_BC[order]
+    # Fields that are null in all of them need no room.
+    held = np.count_nonzero(~np.isnan(values_BC), axis=0) > 0
+    names = tuple(name for name, some in zip(names, held, strict=True) if some)
+    return GroupRows(group, names, numbers, values_BC[:, held])
 
 
 class LineReader:
@@ -128,17 +168,19 @@ class LineReader:
 
     def __init__(self) -> None:
         self._decode = _decoder()
-        self._layouts: dict[Any, _Layout] = {}
+        self._layouts: dict[tuple[str, ...], _Layout] = {}
 
     def read(self, lines: Sequence[bytes], *, damaged: Callable[[int, str], None]) -> Block:
         """What complete lines hold; `damaged` is called with the number of each, from 0, that
         cannot be read, and why."""
-        block = Block()
-        for number, value in enumerate(self._values(lines)):
-            try:
-                self._add(block, number, lines[number], value)
-            except (ValueError, RecursionError) as error:
-                damaged(number, str(error))
+        values, wrong = self._values(lines), list[tuple[int, str]]()
+        try:
+            block = self._collect(lines, values, wrong, careful=False).block()
+        except (ValueError, TypeError, LookupError, OverflowError):
+            wrong = []
+            block = self._collect(lines, values, wrong, careful=True).block()
+        for number, why in wrong:
+            damaged(number, why)
         return block
 
     def is_whole(self, line: bytes) -> bool:
@@ -165,64 +207,76 @@ class LineReader:
         except (ValueError, RecursionError):
             return None
 
-    def _add(self, block: Block, number: int, line: bytes, value: Any) -> None:
-        layout = None
-        if type(value) is dict:
-            kind = value.get("kind")
-            key = (kind if type(kind) is str else "", *value, *map(type, value.values()))
-            layout = self._layouts.get(key)
-            if layout is None:
-                layout, value = self._learn(key, line, value)
-        else:
-            layout, value = self._learn(None, line, {})
-        if not layout.kind:
-            return
-        if layout.kind in _TEXTS:
-            record = from_json(line.decode())
-            assert record is not None
-            block.texts.append((number, record))
-        else:
-            group = _group(layout.kind, value)
-            kinds = block.rows.get(group)
-            if kinds is None:
-                kinds = block.rows[group] = {}
-            rows = kinds.get(layout.names)
-            if rows is None:
-                rows = kinds[layout.names] = _Rows()
-            rows.numbers.append(len(block.stamps))
+    def _collect(
+        self,
+        lines: Sequence[bytes],
+        values: list[Any],
+        wrong: list[tuple[int, str]],
+        *,
+        careful: bool,
+    ) -> _Collected:
+        found, layouts = _Collected(), self._layouts
+        for number, value in enumerate(values):
+            layout = layouts.get(tuple(value)) if type(value) is dict else None
+            if careful or layout is None or layout.kind != value["kind"]:
+                try:
+                    layout, value = self._learn(lines[number], value)
+                except (ValueError, RecursionError) as error:
+                    wrong.append((number, str(error)))
+                    continue
+            if layout.pick is None:
+                continue
+            if layout.kind in _TEXTS:
+                try:
+                    record = from_json(lines[number].decode())
+                except (ValueError, RecursionError) as error:
+                    wrong.append((number, str(error)))
+                    continue
+                assert record is not None
+                found.texts.append((number, record))
+            rows = found.rows_of(_group(layout.kind, value), layout.names)
+            rows.numbers.append(found.count)
             rows.values.append(layout.pick(value))
-        block.stamps.append((value["step"], value["tokens"], value["time"]))
+            found.count += 1
+        return found
 
-    def _learn(
-        self, key: Any, line: bytes, value: dict[str, Any]
-    ) -> tuple[_Layout, Mapping[str, Any]]:
-        """Read a line as every reader does, and remember what it looks like if it is proper."""
+    def _learn(self, line: bytes, value: Any) -> tuple[_Layout, Mapping[str, Any]]:
+        """Read a line as every reader does, and remember what it looks like."""
         record = from_json(line.decode())
-        if record is None:
-            return _Layout("", (), lambda value: ()), value
         # The other decoder may refuse what this one takes.
-        value = value or json.loads(line)
-        known = {name: getattr(record, name) for name in value if hasattr(type(record), name)}
-        known.pop("kind", None)
-        odd = any(type(value[name]) is str and type(one) is float for name, one in known.items())
-        value = {**value, **known}
-        names = tuple(
-            name
-            for name, one in value.items()
-            if name not in _NOT_CURVES and type(one) in (int, float)
-        )
-        if isinstance(record, EvaluationRecord):
-            names = tuple(name for name in (VALUE, ERROR) if name in names)
-        layout = _Layout(record.kind, names, _picking(names))
-        if not odd and key is not None and len(self._layouts) < _MOST_LAYOUTS:
-            self._layouts[key] = layout
+        value = value if type(value) is dict else json.loads(line)
+        if record is None:
+            layout = _Layout(str(value.get("kind")), (), None)
+        else:
+            known = {name: getattr(record, name) for name in value if hasattr(type(record), name)}
+            known.pop("kind", None)
+            keys, value = tuple(value), {**value, **known}
+            names = () if record.kind in _TEXTS else tuple(_numbers(record, value))
+            layout = _Layout(record.kind, names, itemgetter(*_STAMP, *names))
+            if len(self._layouts) < _MOST_LAYOUTS:
+                self._layouts[keys] = layout
         return layout, value
 
 
-def _picking(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], Any]:
-    if len(names) == 1:
-        return lambda value: (value[names[0]],)
-    return itemgetter(*names) if names else lambda value: ()
+def _numbers(record: Record, value: Mapping[str, Any]) -> Iterator[str]:
+    """The fields of a record that hold numbers, or would if they were not null."""
+    if isinstance(record, EvaluationRecord):
+        yield from (VALUE, ERROR)
+        return
+    for name, one in value.items():
+        null = one is None and name in _NUMERIC[record.kind]
+        if name not in _NOT_CURVES and (null or type(one) in (int, float)):
+            yield name
+
+
+_NUMERIC = {
+    kind.kind: {
+        name
+        for name, hint in get_type_hints(kind).items()
+        if {int, float} & {hint, *get_args(hint)}
+    }
+    for kind in (StepRecord, ValidationRecord, SystemRecord)
+}
 
 
 def _group(kind: str, value: Mapping[str, Any]) -> str:
@@ -232,4 +286,6 @@ def _group(kind: str, value: Mapping[str, Any]) -> str:
         return VALIDATION
     if kind == SystemRecord.kind:
         return f"{kind}.{value['host']}."
-    return f"{kind}.{value['name']}.{value['metric']}."
+    if kind == EvaluationRecord.kind:
+        return f"{kind}.{value['name']}.{value['metric']}."
+    return _NO_CURVES

@@ -73,7 +73,10 @@ class WatchApp:
     async def _runs(self, call: Call, body: dict[str, Any]) -> None:
         version, rows = self._watcher.rows()
         allowed = self._control.token is not None
-        await call.reply_json({"runs": rows, "control": allowed, "version": version})
+        places = [str(root) for root in self._watcher.roots]
+        await call.reply_json(
+            {"runs": rows, "control": allowed, "version": version, "places": places}
+        )
 
     async def _events(self, call: Call, body: dict[str, Any]) -> None:
         given = call.headers.get("last-event-id") or Query(call).text("version") or ""
@@ -121,7 +124,8 @@ class WatchApp:
 
     async def _settings(self, call: Call, body: dict[str, Any]) -> None:
         query = Query(call)
-        runs = self._named(query.list("runs"))
+        given = query.list("runs") if query.text("runs") else list(self._watcher.runs)
+        runs = self._named(given)
         every = query.text("all") == "1"
         settings = await asyncio.to_thread(compared_settings, runs, every=every)
         await call.reply_json({"runs": [run.id for run in runs], "settings": settings})

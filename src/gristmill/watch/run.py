@@ -106,9 +106,8 @@ class WatchedRun:
         if begun or self._preview is not None or self.follower.size < 8 * SLICE:
             return
         preview = RunDigest(limits=LIMITS)
-        for lines in self.follower.sampled(_SAMPLED_PLACES, _SAMPLED_TAIL):
-            if lines:
-                preview.add_lines(lines)
+        if lines := b"".join(self.follower.sampled(_SAMPLED_PLACES, _SAMPLED_TAIL)):
+            preview.add_lines(lines)
         with self.lock:
             self._preview = preview
             self.revision += 1
@@ -214,7 +213,7 @@ class WatchedRun:
                 "eta": eta,
                 "goodput": _short(account.goodput) if account else None,
                 "updated": _short_time(digest.time or self.follower.changed or None),
-                "read": round(self.read_share, 2),
+                "read": int(100 * self.read_share) / 100,
                 "revision": self.revision,
                 "names": sorted(
                     curve_name(group, name)

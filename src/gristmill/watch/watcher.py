@@ -116,10 +116,16 @@ class Watcher:
         self._round += 1
         unread = [run for run in due if run.look()]
         unread.sort(key=lambda run: -run.follower.changed)
+        new, told = list[WatchedRun](), time.monotonic()
         for run in unread:
             run.sample()
+            if run.row.keys() <= {"id"}:
+                new.append(run)
             if self._stop.is_set():
                 return
+            if time.monotonic() - told > _ROUND_SECONDS:
+                self._tell(new)
+                new, told = [], time.monotonic()
         self._tell([run for run in due if run.row.keys() <= {"id"}])
         self._read(unread)
         self._tell(due)
