@@ -14,16 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gristmill.base.process import ProcessInfo
+from gristmill.base.units import Progress
 from gristmill.config.schema import RunConfig
-from gristmill.distributed.liveness.stragglers import Straggler
+from gristmill.data.loader import Batch, Loader
 from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.strategy import StepResult
 from gristmill.track.account import read_run_time
+from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import EventRecord, StragglerRecord, SystemRecord, read_metrics
+from gristmill.track.system import SystemSample
+from gristmill.train import observer
 from gristmill.train.hooks import Hooks
-from gristmill.train.observer import cause_of
+from gristmill.train.observer import RunObserver, cause_of
 from gristmill.train.requests import Request
 from gristmill.train.run import Run
+from gristmill.train.tracker import Tracker
 
 if TYPE_CHECKING:
     from conftest import Runs
@@ -87,9 +93,12 @@ def test_a_slow_process_is_named_while_the_run_goes_on(
             [sys.executable, "-c", program],
             env={
                 **os.environ,
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                **{"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "3",
+                "LOCAL_WORLD_SIZE": "3",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": "lo",
             },
             stdout=subprocess.PIPE,
@@ -199,7 +208,11 @@ def test_another_horizon_is_that_of_a_run_that_was_stopped_and_resumed_with_it(
 
 def test_a_horizon_that_the_settings_forbid(make_run: MakeRun, tmp_path: Path) -> None:
     """It is refused before anything stops."""
-    warm = make_run('schedule.type="warmup-stable-decay"', 'schedule.warmup="6 steps"', 'schedule.decay="4 steps"')
+    warm = make_run(
+        'schedule.type="warmup-stable-decay"',
+        'schedule.warmup="6 steps"',
+        'schedule.decay="4 steps"',
+    )
     assert ask(warm, {2: ("until", "7 steps")}) == 0
     (refused,) = [text for text in texts(tmp_path / "run") if "until 7 steps" in text]
     assert "schedule" in refused
@@ -217,9 +230,10 @@ def test_the_account_of_a_run_that_was_killed(make_run: MakeRun, tmp_path: Path)
         return real(self, result, **options)
 
     fail.steps = 0  # type: ignore[attr-defined]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="a fault"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Spmd, "update", fail)
-        Run(config).train()
+        with pytest.raises(RuntimeError, match="a fault"):
+            Run(config).train()
     time_file = tmp_path / "run" / "time.jsonl"
     before = read_run_time(time_file)
     assert before is not None and "lost" not in before.parts
@@ -239,21 +253,62 @@ def test_the_account_of_a_run_that_was_killed(make_run: MakeRun, tmp_path: Path)
     assert len(time_file.read_text().splitlines()) == attempts, "there was nothing to do"
 
 
-def slow_at(part: str) -> Straggler:
-    return Straggler(1, "n1", part, 1.5, 0.1, 100)
+@pytest.mark.parametrize(
+    ("part", "system", "loader", "cause"),
+    [
+        ("compute", {}, {}, None),
+        ("compute", {"gpu_throttled": "thermal"}, {}, "a GPU of its host is throttled by heat"),
+        ("optimizer", {"gpu_throttled": "power"}, {}, "a GPU of its host is throttled (power)"),
+        ("data", {}, {"computing": 3.0, "queued": 0.1, "blocked": 0.2}, "its loader computes"),
+        ("data", {}, {"computing": 0.1, "queued": 3.0, "blocked": 0.2}, "its loader lacks a core"),
+        ("data", {}, {"computing": 0.1, "queued": 0.1, "blocked": 0.2}, "its storage is slow"),
+        ("data", {}, {"computing": 0.0, "queued": 0.0, "blocked": 0.0}, None),
+        ("link", {}, {}, "its network link is slow"),
+    ],
+)
+def test_causes_are_told_apart(
+    part: str, system: dict[str, Any], loader: dict[str, float], cause: str | None
+) -> None:
+    found = cause_of(part, loader=loader, system=system)
+    assert found == cause or (cause and found and found.startswith(cause))
 
 
 @pytest.mark.parametrize(
-    ("part", "system", "cause"),
-    [
-        ("compute", {}, None),
-        ("compute", {"gpu_throttled": "thermal"}, "a GPU of its host is throttled by heat"),
-        ("optimizer", {"gpu_throttled": "power"}, "a GPU of its host is throttled (power)"),
-        ("data", {"cpu_use": 0.97}, "its loader lacks a core"),
-        ("data", {"cpu_use": 0.05}, "its storage is slow"),
-        ("data", {}, None),
-        ("link", {}, "its network link is slow"),
-    ],
+    ("slows", "why"),
+    [("blocks", "its storage is slow"), ("computes", "its loader computes for too long")],
 )
-def test_causes_are_told_apart(part: str, system: dict[str, Any], cause: str | None) -> None:
-    assert cause_of(slow_at(part), system) == cause
+def test_training_that_waits_for_data_says_why(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slows: str, why: str
+) -> None:
+    """A loader that takes longer than a step; one that hardly does anything is no reason."""
+    real = Loader.step_batches
+
+    def slow(self: Loader, first_sample: int) -> list[Batch]:
+        if slows == "blocks":
+            time.sleep(0.1)
+        else:
+            end = time.thread_time() + 0.1
+            while time.thread_time() < end:
+                sum(range(1000))
+        return real(self, first_sample)
+
+    monkeypatch.setattr(Loader, "step_batches", slow)
+    monkeypatch.setattr(observer, "EVERY", 0.05)
+    monkeypatch.setattr(observer, "STARVATION_EVERY", 1.0)
+    Run(make_run('train.until="30 steps"', 'validate.every="100 steps"')).train()
+    told = [text for text in texts(tmp_path / "run") if "training waits for data" in text]
+    assert len(told) == 1 and told[0].endswith(why)
+
+
+def test_heat_is_told_once(make_run: MakeRun, tmp_path: Path) -> None:
+    config, told = make_run(), list[str]()
+    folder = RunFolder(tmp_path / "hot")
+    watching = RunObserver(config, folder, ProcessInfo(), gpus=1, stage=0, leads=True)
+    tracker = Tracker([], clock=Progress)
+    tracker.say = lambda text, *, level="info": told.append(f"{level}: {text}")  # type: ignore[method-assign]
+    for celsius, throttled in ((70.0, None), (91.0, "thermal, power"), (92.0, "thermal")):
+        sample = SystemSample(
+            host="n1", gpus=1, gpu_celsius=celsius, gpu_mhz=1200.0, gpu_throttled=throttled
+        )
+        watching._record_systems([sample.as_dict()], tracker)
+    assert told == ["warning: a GPU of n1 is throttled by heat: 91 °C, 1200 MHz"]

@@ -18,8 +18,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -162,6 +164,35 @@ def _tensor(values: np.ndarray, dtype: torch.dtype, pin: bool) -> torch.Tensor:
     return tensor
 
 
+class LoaderEffort:
+    """What a thread that makes batches spends its time on, in seconds so far."""
+
+    def __init__(self) -> None:
+        self.computing = self.queued = self.blocked = 0.0
+        """On a core; ready, but without a core (where the system tells); waiting for storage."""
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count what this thread does meanwhile."""
+        began, computed, queued = time.monotonic(), time.thread_time(), _queued_seconds()
+        yield
+        computing, waited = time.thread_time() - computed, _queued_seconds() - queued
+        self.computing += computing
+        self.queued += waited
+        self.blocked += max(0.0, time.monotonic() - began - computing - waited)
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: round(seconds, 6) for name, seconds in vars(self).items()}
+
+
+def _queued_seconds() -> float:
+    """How long this thread was ready to run, but had no core; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 @dataclass(frozen=True)
 class Loader:
     """The endless stream of training batches, or one rank's shard of it."""
@@ -177,6 +208,7 @@ class Loader:
     """Every id must be below this number; not checked if not given."""
     ramp: BatchRamp | None = None
     """How the batch grows to its full size; constant if not given."""
+    effort: LoaderEffort = field(default_factory=LoaderEffort, compare=False)
 
     def __post_init__(self) -> None:
         if self.ramp is not None:
@@ -231,7 +263,9 @@ class Loader:
         def read(first_sample: int) -> None:
             try:
                 while not done.is_set():
-                    offer(self.step_batches(first_sample))
+                    with self.effort.measured():
+                        batches = self.step_batches(first_sample)
+                    offer(batches)
                     first_sample += self.batch_at(first_sample)
             except Exception as error:  # handed to the training loop, which raises it
                 offer(error)

@@ -160,9 +160,10 @@ class Meter:
         if self.account is not None:
             parts = {"compute": compute, "communication": waited, "optimizer": optimizer}
             self.account.add_step({**parts, "data": data, "compile": compiled})
-        if self.pace is not None and event.begun is not None and result.computed is not None:
+        computed = result.computed or event.computed
+        if self.pace is not None and event.begun is not None and computed is not None:
             # By the wall clock, which shows a busy core and a process that was stopped.
-            own = max(0.0, result.computed.seconds_since(event.begun) - compiled)
+            own = max(0.0, computed.seconds_since(event.begun) - compiled)
             parts = {"data": data, "compute": own, "optimizer": optimizer}
             self.pace.add(event.after.steps, seconds=whole, **parts)
 

@@ -25,6 +25,7 @@ from gristmill.base.files import write_atomic
 from gristmill.base.process import ProcessInfo
 from gristmill.base.units import parse_seconds
 from gristmill.config.schema import RunConfig
+from gristmill.data.loader import LoaderEffort
 from gristmill.distributed.liveness.heartbeat import Heartbeat
 from gristmill.distributed.liveness.stragglers import (
     PARTS,
@@ -42,8 +43,10 @@ from gristmill.train.tracker import Tracker
 
 EVERY = 1.0
 """Seconds between two looks."""
-_STARVED = 0.8
-"""Above this share of the host's cores in use, a loader may lack a core."""
+STARVATION_EVERY = 60.0
+"""Seconds between two looks at how much of the time training waited for data."""
+STARVED_FROM = 0.2
+"""The share of the time from which that is worth a warning."""
 
 
 class RunObserver:
@@ -66,7 +69,12 @@ class RunObserver:
         if config.track.system and place.local_rank == 0:
             interval = parse_seconds(config.track.system)
             self.sampler = SystemSampler(interval, folder.path, gpus=gpus, host=place.host)
+        self.effort = LoaderEffort()
+        """Of the loader of this process."""
         self._detector = StragglerDetector()
+        self._starvation = _Starvation()
+        self._hot = set[str]()
+        """Hosts whose GPUs are throttled by heat."""
         self._monitor: Any = None
         self._tracker: Tracker | None = None
         self._recorded: dict[str, Mapping[str, Any]] = {}
@@ -87,6 +95,7 @@ class RunObserver:
         return {
             "stage": self.pace.stage,
             "pace": self.pace.notes,
+            "loader": self.effort.as_dict(),
             "system": None if sample is None else sample.as_dict(),
         }
 
@@ -140,9 +149,13 @@ class RunObserver:
             if one.rank != self.place.rank and one.facts.get("system")
         ]
         self._record_systems(samples, tracker)
+        starved = self._starvation.look(self.pace, self.effort)
+        if starved is not None:
+            tracker.say(starved, level="warning")
         if heartbeats:
+            facts = {one.rank: one.facts for one in heartbeats}
             for change in self._detector.compare(_paces(heartbeats)):
-                self._tell(change, samples, tracker)
+                self._tell(change, facts, samples, tracker)
             self._write_processes(heartbeats)
         read_requests(
             self.folder.requests,
@@ -160,11 +173,31 @@ class RunObserver:
             if sample.joules is not None:
                 self._joules[sample.host] = sample.joules
             tracker.write(sample.record(tracker.clock()))
+            self._note_heat(sample, tracker)
+
+    def _note_heat(self, sample: SystemSample, tracker: Tracker) -> None:
+        hot = "thermal" in (sample.gpu_throttled or "")
+        if hot and sample.host not in self._hot:
+            facts = [
+                f"{sample.gpu_celsius:.0f} °C" if sample.gpu_celsius is not None else "",
+                f"{sample.gpu_mhz:.0f} MHz" if sample.gpu_mhz is not None else "",
+            ]
+            told = ", ".join(fact for fact in facts if fact)
+            tracker.say(
+                f"a GPU of {sample.host} is throttled by heat" + (f": {told}" if told else ""),
+                level="warning",
+            )
+        (self._hot.add if hot else self._hot.discard)(sample.host)
 
     def _tell(
-        self, slow: Straggler, samples: Sequence[Mapping[str, Any]], tracker: Tracker
+        self,
+        slow: Straggler,
+        facts: Mapping[int, Mapping[str, Any]],
+        samples: Sequence[Mapping[str, Any]],
+        tracker: Tracker,
     ) -> None:
         system = next((one for one in samples if one.get("host") == slow.host), {})
+        loader = facts[slow.rank].get("loader") or {}
         now = tracker.clock()
         tracker.write(
             StragglerRecord(
@@ -177,7 +210,7 @@ class RunObserver:
                 phase=slow.part,
                 ratio=round(slow.ratio, 3),
                 seconds=slow.seconds,
-                cause=None if slow.over else cause_of(slow, system),
+                cause=None if slow.over else cause_of(slow.part, loader=loader, system=system),
                 over=slow.over,
             )
         )
@@ -227,18 +260,52 @@ def _process(heartbeat: Heartbeat) -> dict[str, Any]:
     }
 
 
-def cause_of(slow: Straggler, system: Mapping[str, Any]) -> str | None:
-    """Why a process is slow, as far as the sample of its host tells."""
+def cause_of(part: str, *, loader: Mapping[str, float], system: Mapping[str, Any]) -> str | None:
+    """Why a process is slow in a part of a step, as far as measurements tell."""
     throttled = system.get("gpu_throttled") or ""
-    if slow.part == "link":
+    if part == "link":
         return "its network link is slow"
-    if slow.part == "data":
-        busy = system.get("cpu_use")
-        if busy is None:
-            return None
-        return "its loader lacks a core" if busy > _STARVED else "its storage is slow"
+    if part == "data":
+        return _loader_trouble(loader)
     if "thermal" in throttled:
         return "a GPU of its host is throttled by heat"
-    if throttled:
-        return f"a GPU of its host is throttled ({throttled})"
-    return None
+    return f"a GPU of its host is throttled ({throttled})" if throttled else None
+
+
+def _loader_trouble(effort: Mapping[str, float]) -> str | None:
+    """What a loader spends most of its time on."""
+    if not any(effort.values()):
+        return None
+    return {
+        "computing": "its loader computes for too long",
+        "queued": "its loader lacks a core",
+        "blocked": "its storage is slow",
+    }[max(effort, key=lambda name: effort[name])]
+
+
+class _Starvation:
+    """Whether training waits for data, which is told once."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._before = (0.0, 0.0)
+        self._effort: Mapping[str, float] = {}
+        self._told = False
+
+    def look(self, pace: Pace, effort: LoaderEffort) -> str | None:
+        """What to tell, once in a while."""
+        now = time.monotonic()
+        if now - self._since < STARVATION_EVERY:
+            return None
+        self._since = now
+        (seconds, waited), before, self._before = pace.waiting, self._before, pace.waiting
+        known, last, self._effort = effort.as_dict(), self._effort, effort.as_dict()
+        passed = seconds - before[0]
+        share = (waited - before[1]) / passed if passed > 0 else 0.0
+        starved = share >= STARVED_FROM
+        told, self._told = self._told, starved
+        if not starved or told:
+            return None
+        spent = {name: value - last.get(name, 0.0) for name, value in known.items()}
+        why = _loader_trouble(spent)
+        return f"{share:.0%} of the time training waits for data" + (f": {why}" if why else "")

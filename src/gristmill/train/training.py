@@ -283,7 +283,9 @@ class Training:
                 horizon_problem=partial(_horizon_problem, run),
                 exit_every=config.train.exit_every,
             )
-            batches = build_loader(run).starting_at(state.progress)
+            loader = build_loader(run)
+            self.observer.effort = loader.effort
+            batches = loader.starting_at(state.progress)
             cleanup.callback(batches.close)
             advice = 'set train.micro_batch lower (and train.batch), or train.recompute = "full"'
             try:

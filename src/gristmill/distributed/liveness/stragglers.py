@@ -74,6 +74,11 @@ class Pace:
             self._notes.append((step, whole, waited, computed, updated))
 
     @property
+    def waiting(self) -> tuple[float, float]:
+        """Seconds of all steps so far, and those in which data was waited for."""
+        return (self._sums[0], self._sums[1])
+
+    @property
     def notes(self) -> list[Note]:
         """The newest notes."""
         return list(self._notes)
