@@ -324,7 +324,12 @@ function listen(chart) {
     board.point(chart.snapped(place), chart, y);
   });
   plot.addEventListener("pointerdown", (event) => {
-    if (event.pointerType !== "mouse" || event.button !== 0 || !chart.frame) return;
+    if (!chart.frame) return;
+    if (event.pointerType !== "mouse") {
+      board.point(chart.snapped(placeOf(event)), chart,
+        event.clientY - plot.getBoundingClientRect().top);
+    }
+    if (event.pointerType !== "mouse" || event.button !== 0) return;
     from = placeOf(event);
     plot.setPointerCapture(event.pointerId);
   });
@@ -335,8 +340,10 @@ function listen(chart) {
     if (chart.frame.toX(right) - chart.frame.toX(left) > 8) board.zoomTo([left, right]);
     else board.point(board.place);
   });
-  const leave = () => {
+  const leave = (event) => {
     from = chart.selection = null;
+    // A finger that is lifted leaves the crosshair where it was; the next tap elsewhere takes it.
+    if (event.pointerType === "touch") return;
     if (document.activeElement !== plot) board.point(null);
     else chart.tip.hidden = true;
   };

@@ -182,8 +182,9 @@ export class List {
     this.nodes.get(this.at)?.parts.open.focus({ preventScroll: true });
   }
 
+  /** To the first row, as from the search above it. */
   focus() {
-    this.moveTo(Math.max(0, this.listed.findIndex(({ id }) => id === this.at)));
+    this.moveTo(0);
   }
 }
 
