@@ -37,7 +37,7 @@ from gristmill.evaluate.tasks import OpenTask, TaskOptions, open_tasks
 from gristmill.models.build import build_meta_model
 from gristmill.models.spec import CausalLM, linear_shapes
 from gristmill.optim.schedule import build_schedule
-from gristmill.plan.arithmetic import ModelSize, gpt_size, model_size
+from gristmill.plan.arithmetic import ModelSize, TokenCost, gpt_size, model_size
 from gristmill.strategies.decentralized.workers import WorkerSet
 from gristmill.strategies.strategy import Strategy
 from gristmill.text.chat.encoding import ChatEncoder
@@ -84,6 +84,12 @@ class BuiltRun:
     def parameters(self) -> int:
         """Number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.meta_model.parameters())
+
+    @property
+    def token_cost(self) -> TokenCost:
+        """FLOPs to train on one token."""
+        sampled = self.resolved.sampled_softmax
+        return self.meta_model.token_cost(self.resolved.sequence, sampled=sampled)
 
     @property
     def described_size(self) -> str:
@@ -501,7 +507,7 @@ def build_meter(
         tracker,
         counters=run.state.counters,
         every=config.track.every,
-        cost=run.meta_model.token_cost(resolved.sequence, sampled=resolved.sampled_softmax),
+        cost=run.token_cost,
         world=run.world,
         peak_flops=run.world.device.peak_flops(
             config.precision.compute, tf32=config.precision.tf32

@@ -17,7 +17,9 @@ from gristmill.distributed.world import World
 _PACKAGES = ("numpy", "safetensors", "tokenizers", "pydantic", "triton")
 
 
-def describe_environment(world: World, *, parameters: int) -> dict[str, Any]:
+def describe_environment(
+    world: World, *, parameters: int, flops_per_token: float
+) -> dict[str, Any]:
     """The content of environment.json."""
     return {
         "gristmill": version("gristmill"),
@@ -31,6 +33,7 @@ def describe_environment(world: World, *, parameters: int) -> dict[str, Any]:
         "device_type": world.device.kind,
         "threads": torch.get_num_threads(),
         "parameters": parameters,
+        "flops_per_token": flops_per_token,
         "started": timestamp(),
     }
 

@@ -177,7 +177,9 @@ def _fit_folder(run: BuiltRun) -> list[str]:
     earlier = folder.origin.read_bytes() if folder.origin.is_file() else b""
     typed = f"{timestamp()}  {shlex.join(sys.argv)}\n{folder.translation}"
     write_atomic(folder.origin, earlier + utf8(typed))
-    environment = describe_environment(run.world, parameters=run.parameters)
+    environment = describe_environment(
+        run.world, parameters=run.parameters, flops_per_token=run.token_cost.palm
+    )
     write_json(folder.environment, environment)
     run.tokenizer.save(folder.tokenizer)
     if run.chat is not None:
