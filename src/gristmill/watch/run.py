@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ LIMITS = DigestLimits(
     events=200,
     stragglers=100,
 )
+_FULL_RUNS = 150
+"""If there are more runs, fewer buckets are kept of each."""
+_FEWEST_BUCKETS = 192
 _SAMPLED_PLACES = 128
 _SAMPLED_TAIL = 1 << 16
 SLICE = 1 << 17
@@ -48,10 +52,19 @@ _MOST_BYTES = 1 << 22
 _STATES = ("running", "done", "stopped", "failed")
 
 
+def limits_for(runs: int) -> DigestLimits:
+    """What is kept of each of so many runs."""
+    steps = LIMITS.steps
+    while runs > _FULL_RUNS and steps > _FEWEST_BUCKETS:
+        steps, runs = steps // 2, runs // 2
+    return replace(LIMITS, steps=steps, others=min(LIMITS.others, steps))
+
+
 class WatchedRun:
     """A run folder, as far as it was read. `lock` is held by whoever reads or changes it."""
 
-    def __init__(self, found: FoundRun) -> None:
+    def __init__(self, found: FoundRun, *, limits: DigestLimits = LIMITS) -> None:
+        self._limits = limits
         self.id, self.name, self.folder = found.id, found.name, RunFolder(found.path)
         self.lock = threading.Lock()
         self.epoch = 0
@@ -72,7 +85,7 @@ class WatchedRun:
     def _begin_digest(self) -> None:
         self.epoch += 1
         self._damaged = 0
-        self._digest = RunDigest(damaged=self._count_damaged, limits=LIMITS)
+        self._digest = RunDigest(damaged=self._count_damaged, limits=self._limits)
         self.index = LineIndex()
 
     def _count_damaged(self, number: int, why: str) -> None:
@@ -100,17 +113,18 @@ class WatchedRun:
         self.unread = self.follower.look() or self.unread
         return self.unread
 
-    def sample(self) -> None:
+    def sample(self) -> bool:
         """If there is much to read, read a little from all over the file first."""
         begun = self.follower.offset > SLICE
         if begun or self._preview is not None or self.follower.size < 8 * SLICE:
-            return
-        preview = RunDigest(limits=LIMITS)
+            return False
+        preview = RunDigest(limits=self._limits)
         if lines := b"".join(self.follower.sampled(_SAMPLED_PLACES, _SAMPLED_TAIL)):
             preview.add_lines(lines)
         with self.lock:
             self._preview = preview
             self.revision += 1
+        return True
 
     def read(self) -> bool:
         """Read one slice; whether there was anything."""

@@ -11,7 +11,6 @@ many readers need no more memory than one.
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.watch.folders import find_runs
-from gristmill.watch.run import WatchedRun
+from gristmill.watch.run import WatchedRun, limits_for
 
 _KEPT_CHANGES = 64
 _SEARCH_SECONDS = 5.0
@@ -70,6 +69,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._work, name="gristmill watcher", daemon=True)
         self._next_search = 0.0
         self._round = 0
+        self._strange = set[str]()
 
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -103,29 +103,17 @@ class Watcher:
             begun = time.monotonic()
             try:
                 self.look()
-            except Exception as error:  # one strange folder must not end the watch
-                logging.getLogger(__name__).debug("watching failed", exc_info=True)
+            except Exception as error:  # such as no memory for a moment
                 self._warn(f"watching failed, and goes on: {type(error).__name__}: {error}")
             self._stop.wait(max(0.01, self.interval - (time.monotonic() - begun)))
 
     def look(self) -> None:
-        """See what has changed, read it, and tell; returns early to tell what was read so far."""
+        """See what has changed, read it, and tell."""
         if time.monotonic() >= self._next_search:
             self._search()
         due = [run for run in self.runs.values() if self._is_due(run)]
         self._round += 1
-        unread = [run for run in due if run.look()]
-        unread.sort(key=lambda run: -run.follower.changed)
-        new, told = list[WatchedRun](), time.monotonic()
-        for run in unread:
-            run.sample()
-            if run.row.keys() <= {"id"}:
-                new.append(run)
-            if self._stop.is_set():
-                return
-            if time.monotonic() - told > _ROUND_SECONDS:
-                self._tell(new)
-                new, told = [], time.monotonic()
+        unread = self._changed_runs(due)
         self._tell([run for run in due if run.row.keys() <= {"id"}])
         self._read(unread)
         self._tell(due)
@@ -135,27 +123,56 @@ class Watcher:
             return True
         return (self._round + int(run.id[:4], 16)) % _QUIET_LOOKS == 0
 
+    def _changed_runs(self, runs: Sequence[WatchedRun]) -> list[WatchedRun]:
+        """Those of which there is something to read, the last written first. Of long files that
+        were never read a little is read at once, and told."""
+        unread = [run for run in runs if self._guarded(run, run.look)]
+        unread.sort(key=lambda run: -run.follower.changed)
+        new, told = list[WatchedRun](), time.monotonic()
+        for run in unread:
+            self._guarded(run, run.sample)
+            if run.row.keys() <= {"id"}:
+                new.append(run)
+            if time.monotonic() - told > _ROUND_SECONDS and not self._stop.is_set():
+                self._tell(new)
+                new, told = [], time.monotonic()
+        return unread
+
     def _read(self, unread: list[WatchedRun]) -> None:
         """Read slices of these runs in turn until there are no more."""
         told = time.monotonic()
         while unread and not self._stop.is_set():
-            unread = [run for run in unread if run.read()]
+            unread = [run for run in unread if self._guarded(run, run.read)]
             if time.monotonic() - told > max(_ROUND_SECONDS, self.interval):
+                # Others have changed meanwhile, have come, or are gone.
+                if time.monotonic() >= self._next_search:
+                    self._search()
+                unread = [run for run in unread if self.runs.get(run.id) is run]
+                others = [run for run in self.runs.values() if run not in unread]
+                unread += self._changed_runs([run for run in others if self._is_due(run)])
+                unread.sort(key=lambda run: -run.follower.changed)
                 self._tell(list(self.runs.values()))
                 told = time.monotonic()
-                unread += [
-                    run for run in self.runs.values()
-                    if run not in unread and self._is_due(run) and run.look()
-                ]  # fmt: skip
-                unread.sort(key=lambda run: -run.follower.changed)
+
+    def _guarded(self, run: WatchedRun, act: Callable[[], bool]) -> bool:
+        """Do something with a run. A folder that is strange in a way that nobody thought of keeps
+        no other from being watched."""
+        try:
+            return act()
+        except Exception as error:
+            run.unread = False
+            if run.id not in self._strange:
+                self._strange.add(run.id)
+                self._warn(f"{run.folder.path}: not shown: {type(error).__name__}: {error}")
+            return False
 
     def _search(self) -> None:
         begun = time.monotonic()
         found = find_runs(self.roots)
-        known = self.runs
+        limits = limits_for(len(found))
         runs = {}
         for one in found:
-            run = known.get(one.id) or WatchedRun(one)
+            run = self.runs.get(one.id) or WatchedRun(one, limits=limits)
             run.name = one.name
             runs[one.id] = run
         self.runs = runs
@@ -167,7 +184,7 @@ class Watcher:
         rows = list[dict[str, Any]]()
         told = dict(self._told)
         for run in due:
-            if run.update_row() and run.id in self.runs:
+            if self._guarded(run, run.update_row) and run.id in self.runs:
                 rows.append({"id": run.id, **_changed(told.get(run.id, {}), run.row)})
                 told[run.id] = run.row
         gone = [id for id in told if id not in self.runs]
