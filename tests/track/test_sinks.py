@@ -160,6 +160,9 @@ def test_a_slow_process_is_a_warning() -> None:
     assert line(replace(STRAGGLER, cause=None)) == f"warning: {slow}"
     over = line(replace(STRAGGLER, over=True))
     assert over == "info: rank 3 on n7 keeps up with the others again at data"
+    link = line(replace(STRAGGLER, phase="link", ratio=121.4, cause="its network link is slow"))
+    late = "rank 3 on n7 is answered 121 times as late as the median: its network link is slow"
+    assert link == f"warning: {late}"
     hostile = line(replace(STRAGGLER, host="\x1b[2J", phase="a\nb", cause="c\rd", seconds=90.0))
     assert hostile is not None
     assert hostile.isprintable()

@@ -235,11 +235,12 @@ class StragglerRecord(ProgressStamp):
     host: str
     """Where it runs."""
     phase: str
-    """What it is slow at, such as data or compute."""
+    """What it is slow at: data, compute, optimizer, or link (its connection to rank 0)."""
     ratio: float
     """Its time as a multiple of the median over all processes; 1.31 is 31 % slower."""
     seconds: float
-    """What a step costs it in this phase."""
+    """How much longer than the median it is busy in each step; of a link, how long an answer
+    takes."""
     cause: str | None = None
     """Why, as far as the measurements tell."""
     over: bool = False

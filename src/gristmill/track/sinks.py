@@ -233,6 +233,8 @@ def straggler_event(record: StragglerRecord) -> EventRecord:
     who = f"rank {record.rank} on {on_one_line(record.host)}"
     slow = f"{record.ratio - 1:.0%} slower than the median at {on_one_line(record.phase)}"
     text = f"{who} is {slow} ({_step_seconds(record.seconds)} per step)"
+    if record.phase == "link":
+        text = f"{who} is answered {record.ratio:.3g} times as late as the median"
     text += f": {on_one_line(record.cause)}" if record.cause else ""
     if record.over:
         text = f"{who} keeps up with the others again at {on_one_line(record.phase)}"
