@@ -68,3 +68,17 @@ def test_no_two_scripts_of_the_report_have_the_same_names() -> None:
         pattern = r"^(?:export )?(?:async )?(?:function\*?|class|const|let)\s+(\w+)"
         names.update(re.findall(pattern, text, re.MULTILINE))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_all_scripts_are_asked_for_at_once() -> None:
+    """Otherwise a browser learns of each from the one that imports it, one trip after the other."""
+    page = (ROOT / "watch" / "pages" / "watch.html").read_text(encoding="utf-8")
+    found, wanted = {"watch.js"}, {"watch.js"}
+    by_name = {file.name: file for file in FILES}
+    while wanted:
+        text = by_name[wanted.pop()].read_text(encoding="utf-8")
+        new = set(re.findall(r'from "\./([\w.]+)"', text)) - found
+        found |= new
+        wanted |= new
+    preloaded = re.findall(r'<link rel="modulepreload" href="static/([\w.]+)">', page)
+    assert sorted(preloaded) == sorted(found - {"watch.js"})

@@ -126,9 +126,9 @@ function paintSeries(context, series, frame, paint) {
     }
   }
   for (const one of series) {
-    context.globalAlpha = few ? 1 : 0.85;
     context.strokeStyle = context.fillStyle = paint(one.colour);
-    context.lineWidth = few ? 1.75 : 1.25;
+    // Without a GPU, browsers draw lines of one pixel ten times faster than wider ones.
+    context.lineWidth = few ? 1.75 : 1;
     paintLine(context, one, frame);
   }
   context.globalAlpha = 1;

@@ -9,6 +9,7 @@ import { count, fixed, missing, percent, span, wholeNumber } from "./numbers.js"
 
 /** Runs whose account of time is asked for; more bars than this nobody reads. */
 const MOST_ACCOUNTS = 12;
+const collator = new Intl.Collator("en", { numeric: true });
 /** These differ by nature. */
 const OWN = new Set(["name", "folder"]);
 
@@ -59,7 +60,7 @@ export function groupsOf(group, runs, settings) {
     if (!groups.has(label)) groups.set(label, []);
     groups.get(label).push(id);
   });
-  return [...groups].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }))
+  return [...groups].sort(([a], [b]) => collator.compare(a, b))
     .map(([label, members], index) => ({ label, ids: members, index }));
 }
 

@@ -12,10 +12,10 @@ const POINTS = 600;
 const ZOOM_PAUSE = 3000;
 
 export class CurveStore {
-  /** `wanted()`: { runs: [id], names: [name], axis, zoom }; `onchange(runs, names)` after an answer;
+  /** `wanted()`: { runs: [row], names: [name], axis, zoom }; `onchange(runs, names)` after an answer;
    * `onfailure(error)`, after which nothing is asked until `pump` is called. */
-  constructor({ wanted, onchange, onfailure }) {
-    Object.assign(this, { wanted, onchange, onfailure });
+  constructor({ view, wanted, onchange, onfailure }) {
+    Object.assign(this, { view, wanted, onchange, onfailure });
     this.curves = new Map();
     /** The keys of what was asked for since it changed last. */
     this.fresh = new Set();
@@ -26,13 +26,9 @@ export class CurveStore {
     this.zoomTimer = 0;
   }
 
-  key(run, name) {
-    return `${this.wanted().axis}|${run}|${name}`;
-  }
-
   /** The best there is of a curve for what is looked at. */
   get(run, name) {
-    const key = this.key(run, name);
+    const key = `${this.view.x}|${run}|${name}`;
     return this.zoomed.get(key) ?? this.curves.get(key);
   }
 

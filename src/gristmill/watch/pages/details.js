@@ -125,7 +125,9 @@ export class Details {
         element("span", {}, `${wholeNumber(row.step)} of ${wholeNumber(row.steps)} steps${left}`));
       this.head.replaceChildren(
         element("h2", {}, dot(cssColour(this.runs.colourOf(row.id))), row.name,
-          element("span", { class: `pill ${row.state}` }, row.state)),
+          element("span", { class: `pill ${row.state}` }, row.state),
+          element("button", { type: "button", class: "small", onclick: () => this.showAlone(row.id) },
+            "Its charts alone")),
         element("p", { class: "words" }, words.map((word) => element("span", {}, word)),
           element("span", { class: "mono" }, row.folder)), ...[progress].filter(Boolean));
     }
@@ -134,6 +136,10 @@ export class Details {
     if (wanted === this.actionState) return;
     this.actionState = wanted;
     this.actions.replaceChildren(...(can ? [actionBar(row, () => this.runs.rows.get(row.id))] : []));
+  }
+
+  showAlone(id) {
+    this.view.set({ runs: [id], hide: [], tab: "charts" });
   }
 
   overviewOf(row, { summary = {}, environment = {}, time, evaluations, stragglers = [] }) {

@@ -87,8 +87,10 @@ export class Panels {
       section = element("details", { class: "section" }, element("summary", {}, element("h2", {}, title),
         element("span", { class: "hint" })), element("div", { class: "charts" }));
       section.addEventListener("toggle", () => {
-        const { shut } = this.view, others = shut.filter((one) => one !== title);
-        if (!this.view.filter) this.view.set({ shut: section.open ? others : [...others, title] });
+        const { shut, filter } = this.view;
+        // The page itself opens and closes them too.
+        if (filter || section.open !== shut.includes(title)) return;
+        this.view.set({ shut: section.open ? shut.filter((one) => one !== title) : [...shut, title] });
       });
       this.sections.set(title, section);
     }

@@ -5,9 +5,12 @@ import { seriesColour } from "./charts.js";
 /** More runs than this are not shown unless somebody asks for them. */
 export const MOST_SHOWN = 100;
 
+// One collator for all: making one for each comparison takes longer than all the rest.
+const names = new Intl.Collator("en", { numeric: true });
+
 export const SORTS = {
   updated: ["Newest first", (a, b) => (b.updated ?? 0) - (a.updated ?? 0)],
-  name: ["Name", (a, b) => a.name.localeCompare(b.name, "en", { numeric: true })],
+  name: ["Name", (a, b) => names.compare(a.name, b.name)],
   state: ["State", (a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state)],
   loss: ["Loss", ascending("loss")],
   validation: ["Best validation", ascending("validation")],
@@ -49,24 +52,29 @@ export class Runs {
 
   /** What an event says: changed fields of rows, and rows that are gone. */
   merge({ rows = [], gone = [] }) {
-    for (const row of rows) this.rows.set(row.id, { ...blank(row.id), ...this.rows.get(row.id), ...row });
-    for (const id of gone) this.rows.delete(id);
+    const now = new Map(this.rows);
+    for (const row of rows) now.set(row.id, { ...blank(row.id), ...now.get(row.id), ...row });
+    for (const id of gone) now.delete(id);
+    this.rows = now;
     this.choose();
   }
 
   choose() {
-    this.usual = this.usual.filter((id) => this.rows.has(id));
-    const missing = [...this.rows.values()].filter(({ id }) => !this.usual.includes(id))
-      .sort(SORTS.updated[1]);
-    this.usual.push(...missing.slice(0, MOST_SHOWN - this.usual.length).map(({ id }) => id));
+    const kept = this.usual.filter((id) => this.rows.has(id)), known = new Set(kept);
+    const missing = [...this.rows.values()].filter(({ id }) => !known.has(id))
+      .sort(SORTS.updated[1]).slice(0, MOST_SHOWN - kept.length);
+    this.usual = [...kept, ...missing.map(({ id }) => id)];
   }
 
   /** The runs in charts, in the order of their names. */
   shown() {
     const { runs, hide } = this.view;
+    const key = [this.rows, this.usual, runs, hide];
+    if (this.shownFor?.every((one, index) => one === key[index])) return this.shownRows;
     const ids = (runs ?? this.usual).filter((id) => this.rows.has(id) && !hide.includes(id));
     const rows = ids.map((id) => this.rows.get(id)).sort(SORTS.name[1]);
     for (const { id } of rows) this.slotOf(id);
+    [this.shownFor, this.shownRows] = [key, rows];
     return rows;
   }
 
@@ -77,7 +85,8 @@ export class Runs {
 
   slotOf(id) {
     if (!this.slots.has(id)) {
-      const taken = new Set([...this.slots].filter(([one]) => this.rows.has(one)).map(([, slot]) => slot));
+      const taken = new Set();
+      for (const [one, slot] of this.slots) if (this.rows.has(one)) taken.add(slot);
       let slot = 0;
       while (taken.has(slot)) slot += 1;
       this.slots.set(id, slot);

@@ -22,6 +22,7 @@ const failed = (error) => connection.lost(error);
 const about = new About({ onchange: () => aboutChanged(), onfailure: failed });
 const settings = new Settings({ runs, onchange: () => settingsChanged(), onfailure: failed });
 const store = new CurveStore({
+  view,
   wanted: () => ({ runs: runs.shown(), names: view.tab === "charts" ? panels.wanted() : [],
     axis: view.x, zoom: view.zoom }),
   onchange: (ids, names) => panels.refresh(names),
