@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from gristmill.track.metrics import (
     cut_metrics,
     to_json,
 )
+from gristmill.watch import live
 
 STAMP = {"samples": 8, "tokens": 64, "time": 1001.0}
 
@@ -277,6 +279,54 @@ def test_who_does_not_read_costs_nothing_and_misses_nothing(
             seen = next(lines)
 
 
+def test_streams_end_and_go_on_with_the_last_id(
+    made: Callable[..., Any], start_watch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gristmill.watch.live.STREAM_SECONDS", 0.5)
+    monkeypatch.setattr("gristmill.watch.live.ALIVE_SECONDS", 0.05)
+    one = made("runs/one", steps=5)
+    server = start_watch()
+    server.until(lambda: is_read(server, one=5))
+    text = server.get("/api/events").text
+    assert text.startswith("retry: 1000\n\n") and ": still here" in text
+    *_, last = [line for line in text.splitlines() if line.startswith("id: ")]
+    one.steps(6, 6)
+    server.until(lambda: is_read(server, one=6))
+    again = server.get("/api/events", headers={"Last-Event-ID": last.removeprefix("id: ")}).text
+    assert '"step":6' in again and '"all"' not in again
+
+
+def test_an_event_is_encoded_once_for_all(
+    made: Callable[..., Any], start_watch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, encoded = live._encode, list[int]()
+
+    def counted(changes: Any) -> bytes:
+        encoded.append(changes.version)
+        return encode(changes)
+
+    monkeypatch.setattr(live, "_encode", counted)
+    one = made("runs/one", steps=5)
+    server = start_watch()
+    server.until(lambda: is_read(server, one=5))
+    version = server.get("/api/runs").json()["version"]
+    with contextlib.ExitStack() as stack:
+        streams = [
+            events_of(
+                stack.enter_context(
+                    httpx.stream("GET", f"{server.url}/api/events?version={version}", timeout=90)
+                )
+            )
+            for _ in range(8)
+        ]
+        one.steps(6, 6)
+        for stream in streams:
+            event = next(stream)
+            while event["rows"][0].get("step") != 6:
+                event = next(stream)
+    assert len(encoded) == len(set(encoded)) > 0
+
+
 # ------------------------------------------------------------------ who may ask
 
 
@@ -306,9 +356,13 @@ def test_keys_are_asked_for(made: Callable[..., Any], start_watch: Callable[...,
 
 
 def test_the_page_loads_nothing_from_elsewhere(start_watch: Callable[..., Any]) -> None:
-    answer = start_watch().get("/static/base.css")
-    assert answer.status_code == 200
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    server = start_watch()
+    # From the rooms of the live page, of the report, and of all pages.
+    for path in ("/", "/static/watch.js", "/static/charts.js", "/static/base.css"):
+        answer = server.get(path)
+        assert answer.status_code == 200
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert server.get("/static/chat.js").status_code == 404
 
 
 # ------------------------------------------------------------------ actions

@@ -30,7 +30,7 @@ _FINGERPRINT = 1 << 12
 _LONGEST = 1 << 24
 """A line that is longer is skipped."""
 _SAMPLE = 1 << 11
-_MOST_PLACES = 1024
+_FIRST_PLACES, _MOST_PLACES = 16, 1024
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,8 @@ class LineIndex:
     """Where lines begin, for some places all over a file."""
 
     def __init__(self, most: int = _MOST_PLACES) -> None:
-        self._rows_PF = np.zeros((most, 5))
+        self._most = most
+        self._rows_PF = np.zeros((min(most, _FIRST_PLACES), 5))
         self._count = self._seen = 0
         self._stride = 1
 
@@ -211,7 +212,11 @@ class LineIndex:
         self._seen += 1
         if (self._seen - 1) % self._stride:
             return
-        if self._count == len(self._rows_PF):
+        if self._count == len(self._rows_PF) < self._most:
+            grown = np.zeros((min(self._most, 2 * self._count), 5))
+            grown[: self._count] = self._rows_PF
+            self._rows_PF = grown
+        elif self._count == self._most:
             self._count //= 2
             self._rows_PF[: self._count] = self._rows_PF[::2][: self._count].copy()
             self._stride *= 2
