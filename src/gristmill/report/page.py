@@ -26,6 +26,7 @@ from typing import Any
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import read_json, refuse_devices, write_atomic
+from gristmill.config.track import without_address
 from gristmill.report.plots import RunDigest
 from gristmill.track.account import read_run_time
 from gristmill.track.folder import RunFolder
@@ -140,9 +141,9 @@ def _run(
         "scores": score_curves(folder.evals),
         "flops_per_token": _flops_per_token(environment),
         "time": _time(folder),
-        "stragglers": _stragglers(digest),
+        "stragglers": digest.stragglers(),
         "events": digest.events(),
-        "settings": folder.settings.read_text("utf-8", errors="replace"),
+        "settings": without_address(folder.settings.read_text("utf-8", errors="replace")),
         "environment": {key: _shown(value) for key, value in _flat(environment).items()},
     }
 
@@ -171,10 +172,6 @@ def _flops_per_token(environment: Mapping[str, Any]) -> float | None:
         if isinstance(value, int | float) and 0 < value < 1e300:
             return float(value) * factor
     return None
-
-
-def _stragglers(digest: RunDigest) -> list[dict[str, Any]]:
-    return list(getattr(digest, "stragglers", lambda: [])())
 
 
 def _time(folder: RunFolder) -> dict[str, Any] | None:
@@ -222,7 +219,8 @@ def _differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
     settings = []
     for folder in folders:
         try:
-            settings.append(_flat(tomllib.loads(folder.settings.read_text("utf-8"))))
+            text = without_address(folder.settings.read_text("utf-8"))
+            settings.append(_flat(tomllib.loads(text)))
         except ValueError as error:
             raise UserError(
                 f"not valid TOML: {error}", where=str(folder.settings), exit=Exit.DATA
