@@ -216,6 +216,22 @@ def test_smoothing_is_an_exponential_mean(page: Any, runs: list[Any]) -> None:
     )
 
 
+def test_lines_are_drawn_in_the_full_colour_of_their_run(page: Any, watched: Any) -> None:
+    watched.expected = ("willReadFrequently",)
+    until(page, "document.querySelector('.plot').chart.frame !== undefined")
+    solid = """(figure) => {
+      const { base, board, series } = figure.chart;
+      const wanted = board.paints.of(series[0].colour).match(/\\d+/g).map(Number);
+      const { data } = base.getContext("2d").getImageData(0, 0, base.width, base.height);
+      let found = 0;
+      for (let at = 0; at < data.length; at += 4) {
+        found += data[at + 3] > 250 && wanted.every((part, index) => data[at + index] === part);
+      }
+      return found;
+    }"""
+    assert chart(page, "Loss").evaluate(solid) > 100
+
+
 def test_charts_are_filtered_by_a_pattern(page: Any) -> None:
     page.locator("#filter").fill("^gpu|grad")
     expect(page.locator("figure.chart h3").filter(has_text="Learning rate")).to_have_count(0)

@@ -123,6 +123,7 @@ function paintSeries(context, series, frame, paint) {
       context.strokeStyle = paint(one.colour);
       tracePath(context, one.x, one.raw, frame);
       context.stroke();
+      context.globalAlpha = 1;
     }
   }
   for (const one of series) {
@@ -131,7 +132,6 @@ function paintSeries(context, series, frame, paint) {
     context.lineWidth = few ? 1.75 : 1;
     paintLine(context, one, frame);
   }
-  context.globalAlpha = 1;
 }
 
 /** One curve with its dots and whiskers, in the colour and width that are set. */
