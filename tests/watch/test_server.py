@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,6 +209,44 @@ def test_a_run_of_nothing_but_damage_is_shown(
     answer = server.get(f"/api/settings?runs={row['id']}&all=1").json()
     assert answer == {"runs": [row["id"]], "settings": []}
     assert server.log[1:] == [line for line in server.log[1:] if "failed" not in line]
+
+
+def test_pipes_are_not_waited_for_and_links_not_followed(
+    made: Callable[..., Any], start_watch: Callable[..., Any], tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text('{"parameters": 7, "secret": "word"}\n')
+    pipes, links = made("runs/pipes"), made("runs/links")
+    (links.folder.evals / "a.json").symlink_to(secret)
+    os.mkfifo(pipes.folder.evals / "a.json")
+    for run, make in ((pipes, os.mkfifo), (links, lambda path: path.symlink_to(secret))):
+        folder = run.folder
+        others = ("processes.json", "time.jsonl", ".lock", "checkpoints/best.json")
+        files = (folder.metrics, folder.log, folder.status, folder.environment)
+        for file in (*files, *(folder.path / name for name in others)):
+            file.unlink(missing_ok=True)
+            make(file)
+    server = start_watch(control=True)
+    server.until(lambda: len(server.rows()) == 2)
+    for name, id in ids(server).items():
+        shown = server.get(f"/api/run/{id}")
+        assert shown.status_code == 200 and shown.json()["environment"] == {}, name
+        assert "word" not in shown.text
+        assert server.get(f"/api/run/{id}/log").json()["lines"] == []
+
+
+def test_requests_are_not_written_through_a_link(
+    made: Callable[..., Any], start_watch: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = made(steps=1)
+    (tmp_path / "elsewhere").mkdir()
+    (run.folder.path / "requests").symlink_to(tmp_path / "elsewhere")
+    server = start_watch(control=True)
+    server.until(lambda: is_read(server, one=1))
+    token = {"Authorization": f"Bearer {server.parts.control.token}"}
+    path = f"/api/run/{ids(server)['one']}/action"
+    assert server.post(path, {"action": "save"}, headers=token).status_code == 500
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_settings_that_differ(made: Callable[..., Any], start_watch: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ The run writes into its log what it did. This module only ever adds files to `re
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -76,6 +77,8 @@ def request_action(run: WatchedRun, request: dict[str, str]) -> Path:
     folder = run.folder.path / "requests"
     try:
         folder.mkdir(exist_ok=True)
+        if folder.is_symlink():
+            raise OSError(errno.ELOOP, "requests/ is a link")
         waiting = [name for name in os.listdir(folder) if not name.startswith(".")]
         if len(waiting) >= MOST_WAITING:
             what = f"{len(waiting)} requests wait for {run.name} already"

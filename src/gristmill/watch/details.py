@@ -17,11 +17,12 @@ from typing import Any
 
 from gristmill.report.page import newest_results
 from gristmill.report.plots import RunDigest
+from gristmill.watch.regular import is_regular, read_regular
 from gristmill.watch.run import LIMITS, WatchedRun
 
 _STEP = re.compile(r"step-(\d{8,})")
 _MOST_TEXT = 1 << 20
-"""Characters of the settings that are shown."""
+"""Bytes of the settings that are shown."""
 _MOST_LOG = 1 << 20
 """Bytes at the end of the log that are looked at."""
 _MOST_SAMPLES = 1 << 22
@@ -45,7 +46,7 @@ def run_details(run: WatchedRun) -> dict[str, Any]:
     shown |= {
         "environment": run.json(folder.environment),
         "settings": _settings_text(folder.settings),
-        "evaluations": newest_results(folder.evals, warn=lambda text: None),
+        "evaluations": _evaluations(folder.evals),
         "checkpoints": list_checkpoints(folder.checkpoints),
         "processes": processes if isinstance(processes.get("processes"), list) else None,
         "time": None
@@ -75,10 +76,17 @@ def finite_only(value: Any) -> Any:
     return value
 
 
+def _evaluations(folder: Path) -> list[dict[str, Any]]:
+    try:
+        files = list(folder.glob("*.json"))
+    except OSError:
+        return []
+    return newest_results(folder, warn=lambda text: None) if all(map(is_regular, files)) else []
+
+
 def _settings_text(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(_MOST_TEXT)
+        return read_regular(path, most=_MOST_TEXT).decode(errors="replace")
     except OSError:
         return ""
 
@@ -87,7 +95,7 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
     """The committed checkpoints of a run, the newest last."""
     best: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        value = json.loads((folder / "best.json").read_bytes())
+        value = json.loads(read_regular(folder / "best.json"))
         best = value.get("step") if isinstance(value, dict) else None
     found = []
     try:
@@ -121,13 +129,10 @@ def _size_of(folder: Path) -> int:
 def log_tail(path: Path, lines: int) -> list[str]:
     """The last lines of a log."""
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _MOST_LOG))
-            data = file.read(_MOST_LOG)
+        data = read_regular(path, most=_MOST_LOG, end=True)
     except OSError:
         return []
-    if size > _MOST_LOG:
+    if len(data) == _MOST_LOG:  # it may begin in the middle of a line
         data = data.partition(b"\n")[2]
     return data.decode("utf-8", errors="replace").splitlines()[-lines:]
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from gristmill.report.thinning import Doubles
+from gristmill.watch.regular import open_regular
 
 _FINGERPRINT = 1 << 12
 """Bytes: more than a record of a step, so that its time is among them."""
@@ -93,7 +94,7 @@ class Follower:
         """The next complete lines, about so many bytes; None if there are none. Call it until it
         returns None."""
         try:
-            handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            handle = open_regular(self.path)
         except OSError:
             return self._gone()
         try:
@@ -167,7 +168,7 @@ class Follower:
     def sampled(self, places: int, tail: int) -> Iterator[bytes]:
         """Complete lines from places all over the file, then those at its end."""
         try:
-            handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            handle = open_regular(self.path)
         except OSError:
             return
         try:
@@ -187,14 +188,19 @@ class Follower:
     def part(self, begin: int, end: int) -> bytes | None:
         """Bytes that were read before; None if they are no longer those."""
         try:
-            with self.path.open("rb") as file:
-                facts = os.fstat(file.fileno())
-                same = self._file == (facts.st_dev, facts.st_ino)
-                if not same or not self._tail_is_there(file.fileno()):
-                    return None
-                return os.pread(file.fileno(), end - begin, begin)
+            handle = open_regular(self.path)
         except OSError:
             return None
+        try:
+            facts = os.fstat(handle)
+            same = self._file == (facts.st_dev, facts.st_ino)
+            if not same or not self._tail_is_there(handle):
+                return None
+            return os.pread(handle, end - begin, begin)
+        except OSError:
+            return None
+        finally:
+            os.close(handle)
 
 
 class LineIndex:

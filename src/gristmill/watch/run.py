@@ -25,6 +25,7 @@ from gristmill.track.account import RunTime, read_run_time
 from gristmill.track.folder import RunFolder
 from gristmill.watch.folders import FoundRun
 from gristmill.watch.following import Follower, LineIndex
+from gristmill.watch.regular import is_regular, read_regular
 
 LIMITS = DigestLimits(
     steps=1536,
@@ -160,10 +161,12 @@ class WatchedRun:
     def file(self, path: Path, parse: Any) -> Any:
         """What a small file holds, read again when it has changed; None if it is missing or
         damaged."""
+        if not is_regular(path):
+            self._files.pop(path, None)
+            return None
         try:
             facts = path.stat()
         except OSError:
-            self._files.pop(path, None)
             return None
         known = self._files.get(path)
         if known is not None and known[:2] == (facts.st_mtime, facts.st_size):
@@ -177,12 +180,12 @@ class WatchedRun:
 
     def json(self, path: Path) -> dict[str, Any]:
         """A JSON object in a file; empty if there is none."""
-        value = self.file(path, lambda path: json.loads(path.read_bytes()))
+        value = self.file(path, lambda path: json.loads(read_regular(path)))
         return value if isinstance(value, dict) else {}
 
     def settings(self) -> dict[str, Any]:
         """The settings of the run; empty if they cannot be read."""
-        value = self.file(self.folder.settings, lambda path: tomllib.loads(path.read_text("utf-8")))
+        value = self.file(self.folder.settings, _toml)
         return value if isinstance(value, dict) else {}
 
     def run_time(self) -> RunTime | None:
@@ -265,6 +268,10 @@ def curve_name(group: str, name: str) -> str:
     return group.removesuffix(".") if group.startswith("evaluation.") else group + name
 
 
+def _toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(read_regular(path).decode())
+
+
 def _flops_per_token(environment: dict[str, Any]) -> float | None:
     for name, factor in (("flops_per_token", 1.0), ("parameters", 6.0)):
         value = environment.get(name)
@@ -307,7 +314,7 @@ def _short_time(value: float | None) -> float | None:
 def _holder(lock: Path) -> tuple[int, str] | None:
     """The process that locked a folder last, and its host: `process 7 on node3`."""
     try:
-        words = lock.read_text("utf-8", errors="replace").split()
+        words = read_regular(lock, most=1024).decode(errors="replace").split()
     except OSError:
         return None
     if len(words) == 4 and words[0] == "process" and words[1].isdigit():
