@@ -221,7 +221,7 @@ def test_one_run_with_all_that_is_known_of_it(page: Any) -> None:
     page.get_by_role("button", name="Settings", exact=True).click()
     expect(body.locator("pre")).to_contain_text("lr = 0.0003")
     assert page.title() == "mill-0 · Gristmill watch"
-    page.get_by_role("button", name="Its charts alone").click()
+    page.get_by_role("button", name="Show only this run").click()
     until(page, "document.querySelector('.plot').chart.series.length === 2")
     assert drawn(page) == {"mill-0"}
 

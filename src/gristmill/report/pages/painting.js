@@ -51,7 +51,7 @@ export function paintChart(canvas, chart, frame, { paint, font, axis }) {
   const { box } = frame;
   context.save();
   context.beginPath();
-  context.rect(box.left, box.top - 6, box.right - box.left + 7, box.bottom - box.top + 7);
+  context.rect(box.left - 4, box.top - 6, box.right - box.left + 11, box.bottom - box.top + 7);
   context.clip();
   paintMarkers(context, chart.markers, frame, paint);
   paintSeries(context, chart.series, frame, paint);

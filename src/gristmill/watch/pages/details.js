@@ -127,7 +127,7 @@ export class Details {
         element("h2", {}, dot(cssColour(this.runs.colourOf(row.id))), row.name,
           element("span", { class: `pill ${row.state}` }, row.state),
           element("button", { type: "button", class: "small", onclick: () => this.showAlone(row.id) },
-            "Its charts alone")),
+            "Show only this run")),
         element("p", { class: "words" }, words.map((word) => element("span", {}, word)),
           element("span", { class: "mono" }, row.folder)), ...[progress].filter(Boolean));
     }
