@@ -216,6 +216,9 @@ class LineReader:
         careful: bool,
     ) -> _Collected:
         found, layouts = _Collected(), self._layouts
+        steps: _Layout | None = None
+        own = _Rows()
+        pick: Callable[[Mapping[str, Any]], Any] = itemgetter(*_STAMP)
         for number, value in enumerate(values):
             layout = layouts.get(tuple(value)) if type(value) is dict else None
             if careful or layout is None or layout.kind != value["kind"]:
@@ -224,6 +227,11 @@ class LineReader:
                 except (ValueError, RecursionError) as error:
                     wrong.append((number, str(error)))
                     continue
+            if layout is steps:
+                own.numbers.append(found.count)
+                own.values.append(pick(value))
+                found.count += 1
+                continue
             if layout.pick is None:
                 continue
             if layout.kind in _TEXTS:
@@ -238,6 +246,9 @@ class LineReader:
             rows.numbers.append(found.count)
             rows.values.append(layout.pick(value))
             found.count += 1
+            if layout.kind == StepRecord.kind:
+                # Nearly all lines are such, and need less when they follow each other.
+                steps, own, pick = layout, rows, layout.pick
         return found
 
     def _learn(self, line: bytes, value: Any) -> tuple[_Layout, Mapping[str, Any]]:
@@ -246,15 +257,15 @@ class LineReader:
         # The other decoder may refuse what this one takes.
         value = value if type(value) is dict else json.loads(line)
         if record is None:
-            layout = _Layout(str(value.get("kind")), (), None)
+            keys, layout = tuple(value), _Layout(str(value["kind"]), (), None)
         else:
             known = {name: getattr(record, name) for name in value if hasattr(type(record), name)}
             known.pop("kind", None)
             keys, value = tuple(value), {**value, **known}
             names = () if record.kind in _TEXTS else tuple(_numbers(record, value))
             layout = _Layout(record.kind, names, itemgetter(*_STAMP, *names))
-            if len(self._layouts) < _MOST_LAYOUTS:
-                self._layouts[keys] = layout
+        if len(self._layouts) < _MOST_LAYOUTS:
+            self._layouts[keys] = layout
         return layout, value
 
 
