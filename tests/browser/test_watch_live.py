@@ -146,6 +146,7 @@ def test_without_runs_the_page_says_what_to_do(
     page = visit()
     expect(page.get_by_role("heading", name="No runs found")).to_be_visible()
     expect(page.locator("#welcome")).to_contain_text("gristmill train")
+    expect(page.locator("#welcome li")).to_have_text([str(tmp_path / "runs")])
     run = run_folders.GrowingRun(tmp_path / "runs" / "first")
     expect(page.get_by_role("heading", name="Nothing recorded yet")).to_be_visible(timeout=20_000)
     run.grow(20)
@@ -162,12 +163,17 @@ def test_texts_of_a_run_never_become_markup(
     run.write(run.event(f"{hostile} went back", "warning"))
     run.log(hostile)
     run.state("failed", reason=hostile)
+    with run.folder.metrics.open("a") as file:
+        file.write("damaged\n")
+    run.write(run.event("after it"))
     page = visit()
     expect(page.locator("#rows .name")).to_have_text([hostile])
     page.locator("#rows .open").click()
     for part in ("Overview", "Samples", "Events", "Log", "Settings"):
         page.get_by_role("button", name=part, exact=True).click()
         expect(page.locator(".run-body > *").first).to_be_visible()
+    page.get_by_role("button", name="Overview", exact=True).click()
+    expect(page.locator(".run-body")).to_contain_text("1 damaged line of metrics.jsonl left out")
     page.get_by_role("tab", name="Compare").click()
     expect(page.get_by_role("region", name="Results")).to_contain_text(hostile)
     assert page.locator("img").count() == 0

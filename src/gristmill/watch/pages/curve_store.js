@@ -124,7 +124,9 @@ export class CurveStore {
     }
     for (const curve of found) {
       const key = `${axis}|${curve.run}|${curve.name}`;
-      place.set(key, joined(place.get(key), curve));
+      // What a run took back altogether comes as no points.
+      if (curve.x.length) place.set(key, joined(place.get(key), curve));
+      else place.delete(key);
     }
     this.onchange(new Set(runs), new Set(names));
   }

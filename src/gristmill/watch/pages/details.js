@@ -142,7 +142,7 @@ export class Details {
     this.view.set({ runs: [id], hide: [], tab: "charts" });
   }
 
-  overviewOf(row, { summary = {}, environment = {}, time, evaluations, stragglers = [] }) {
+  overviewOf(row, { summary = {}, environment = {}, time, evaluations, stragglers = [], damaged }) {
     const rows = [
       ["Loss", fixed(4)(row.loss), "mean of the last records"],
       ["Best validation loss", fixed(4)(row.validation ?? summary.best_loss),
@@ -158,7 +158,10 @@ export class Details {
     const tiles = element("div", { class: "tiles" }, rows.map(([name, value, note]) =>
       element("div", { class: "card tile" }, element("span", {}, name), element("strong", {}, value),
         element("span", {}, note))));
+    const lines = damaged === 1 ? "line" : "lines";
     return [
+      damaged ? element("p", { class: "note warning" },
+        `${wholeNumber(damaged)} damaged ${lines} of metrics.jsonl left out.`) : null,
       tiles,
       ...(time ? [element("h3", {}, "Where the time went"), timeFigure(time)] : []),
       ...(stragglers.length ? [element("h3", {}, "Slow processes"), stragglerTable(stragglers)] : []),
