@@ -479,3 +479,16 @@ def test_a_thousand_folders(made: Callable[..., Any], start_watch: Callable[...,
     server.until(lambda: all(row["read"] == 1.0 for row in server.rows().values()))
     made("runs/run0500").steps(2, 3)
     server.until(lambda: server.rows()["run0500"]["step"] == 3)
+
+
+def test_the_address_of_alerts_is_not_shown(
+    made: Callable[..., Any], start_watch: Callable[..., Any]
+) -> None:
+    run = made()
+    run.folder.settings.write_text('[alert]\nurl = "https://hooks.example/T0/secret-word"\n')
+    server = start_watch()
+    server.until(lambda: "one" in server.rows())
+    id = ids(server)["one"]
+    for path in (f"/api/run/{id}", f"/api/settings?runs={id}&all=1"):
+        text = server.get(path).text
+        assert "url" in text and "secret-word" not in text and "hooks.example" not in text

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gristmill.config.track import without_address
 from gristmill.report.page import newest_results
 from gristmill.report.plots import RunDigest
 from gristmill.watch.regular import is_regular, read_regular
@@ -86,7 +87,7 @@ def _evaluations(folder: Path) -> list[dict[str, Any]]:
 
 def _settings_text(path: Path) -> str:
     try:
-        return read_regular(path, most=_MOST_TEXT).decode(errors="replace")
+        return without_address(read_regular(path, most=_MOST_TEXT).decode(errors="replace"))
     except OSError:
         return ""
 

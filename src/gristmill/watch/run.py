@@ -19,6 +19,7 @@ from typing import Any
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import Duration, Unit
+from gristmill.config.track import without_address
 from gristmill.report.plots import DigestLimits, RunDigest
 from gristmill.report.reading import ERROR
 from gristmill.track.account import RunTime, read_run_time
@@ -269,7 +270,7 @@ def curve_name(group: str, name: str) -> str:
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    return tomllib.loads(read_regular(path).decode())
+    return tomllib.loads(without_address(read_regular(path).decode()))
 
 
 def _flops_per_token(environment: dict[str, Any]) -> float | None:
