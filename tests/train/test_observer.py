@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gristmill.base.process import ProcessInfo
+from gristmill.base.process import JOB_BEGAN, ProcessInfo
 from gristmill.base.units import Progress
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch, Loader
+from gristmill.launch.jobs.batch import JobRecord, write_record
 from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.strategy import StepResult
 from gristmill.track.account import read_run_time
@@ -312,3 +314,23 @@ def test_heat_is_told_once(make_run: MakeRun, tmp_path: Path) -> None:
         )
         watching._record_systems([sample.as_dict()], tracker)
     assert told == ["warning: a GPU of n1 is throttled by heat: 91 °C, 1200 MHz"]
+
+
+@pytest.mark.parametrize("variable", [JOB_BEGAN, "SLURM_JOB_START_TIME"])
+def test_a_job_counts_from_its_submission(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """`gristmill launch` notes when it submitted a job, and the job when it began."""
+    began = int(time.time()) - 30
+    submitted = datetime.fromtimestamp(began - 600).astimezone().isoformat(timespec="seconds")
+    monkeypatch.setenv(variable, str(began))
+    config = make_run('train.until="2 steps"')
+    RunFolder(tmp_path / "run").create()
+    (tmp_path / "run" / "job").mkdir()
+    write_record(tmp_path / "run" / "job", JobRecord("slurm", "17", [], submitted))
+    Run(config).train()
+    found = read_run_time(tmp_path / "run" / "time.jsonl")
+    assert found is not None
+    assert found.parts["queue"] == pytest.approx(600)
+    assert found.parts["start"] > 29
+    assert found.wall > 630

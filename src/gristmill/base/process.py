@@ -48,11 +48,14 @@ def process_began() -> float:
     return min(now, now - up + ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def job_began() -> float | None:
-    """When the job around this process began, in seconds since 1970; None without a job that says
-    so."""
-    began = os.environ.get(JOB_BEGAN, "")
-    return float(began) if began.isdigit() else None
+def job_began(*, of_scheduler: bool = False) -> float | None:
+    """When the job around this process began, in seconds since 1970; None without a job whose
+    script says so, or `of_scheduler`, whose Slurm does."""
+    for name in (JOB_BEGAN, *(["SLURM_JOB_START_TIME"] if of_scheduler else [])):
+        began = os.environ.get(name, "")
+        if began.isdigit():
+            return float(began)
+    return None
 
 
 class Address(NamedTuple):

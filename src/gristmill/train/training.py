@@ -150,7 +150,7 @@ class Training:
         leads = run.control.is_rank0
         self.account = WallAccount(
             run.folder.time if leads else None,
-            began=job_began() or began,
+            began=job_began(of_scheduler=True) or began,
             queued=_queued_since(run.folder) if leads else None,
         )
         self.observer = RunObserver(
@@ -340,7 +340,7 @@ class Training:
 
 def _queued_since(folder: RunFolder) -> float | None:
     """Since when the job around this process had waited to begin; None without a job."""
-    if job_began() is None:
+    if job_began(of_scheduler=True) is None:
         return None
     with contextlib.suppress(UserError, ValueError):
         record = read_record(folder.job)
