@@ -148,10 +148,11 @@ class Training:
         if run.config.train.time_limit is not None:
             stop.time_limit = parse_seconds(run.config.train.time_limit)
         leads = run.control.is_rank0
+        queued = _queued_since(run.folder) if leads else None
+        # Somebody's interactive job did other things before.
+        job = job_began(of_scheduler=queued is not None)
         self.account = WallAccount(
-            run.folder.time if leads else None,
-            began=job_began(of_scheduler=True) or began,
-            queued=_queued_since(run.folder) if leads else None,
+            run.folder.time if leads else None, began=job or began, queued=queued
         )
         self.observer = RunObserver(
             run.config,
