@@ -115,9 +115,13 @@ def test_a_slow_process_is_named_while_the_run_goes_on(
         found = read_metrics(metrics, damaged=lambda *line: None) if metrics.is_file() else []
         return [record for record in found if isinstance(record, kind)]
 
+    def slow_ones() -> list[Any]:
+        # A busy machine may make others slow for a while, once this one no longer is.
+        return [record for record in records(StragglerRecord) if record.rank == 2]
+
     try:
-        wait_until(lambda: records(StragglerRecord), processes)
-        (named,) = records(StragglerRecord)
+        wait_until(slow_ones, processes)
+        (named,) = slow_ones()
         assert (named.rank, named.phase, named.over, named.cause) == (2, "compute", False, None)
         assert named.ratio >= 1.2
         known = json.loads((folder / "processes.json").read_text())["processes"]
@@ -126,8 +130,8 @@ def test_a_slow_process_is_named_while_the_run_goes_on(
         assert known[2]["parts"]["compute"] > known[0]["parts"]["compute"]
         assert known[0]["parts"]["wait"] > known[2]["parts"]["wait"]
         seen.touch()
-        wait_until(lambda: records(StragglerRecord)[1:], processes)
-        assert [record.over for record in records(StragglerRecord)] == [False, True]
+        wait_until(lambda: slow_ones()[1:], processes)
+        assert [record.over for record in slow_ones()][:2] == [False, True]
         wait_until(lambda: records(SystemRecord), processes)
         (folder / "requests").mkdir()
         (folder / "requests" / "1.json").write_text('{"action": "stop", "by": "the test"}')
