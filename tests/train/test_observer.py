@@ -58,7 +58,7 @@ from gristmill.models.gpt import GPT
 forward, GPT.forward = GPT.forward, slow_forward
 limits = Limits.of
 Limits.of = lambda config, *, save: replace(limits(config, save=save), beat=0.1, read=0.1)
-observer.EVERY = 0.05
+observer.EVERY = observer.FILES_EVERY = 0.05
 sys.argv = ["gristmill", "train", {run!r}]
 from gristmill.cli.main import main
 main()

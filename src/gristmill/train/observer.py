@@ -42,7 +42,9 @@ from gristmill.train.requests import RequestBox, read_requests
 from gristmill.train.tracker import Tracker
 
 EVERY = 1.0
-"""Seconds between two looks."""
+"""Seconds between two looks at heartbeats and samples."""
+FILES_EVERY = 3.0
+"""Seconds between two looks at files, which are mostly on a disk that many share."""
 STARVATION_EVERY = 60.0
 """Seconds between two looks at how much of the time training waited for data."""
 STARVED_FROM = 0.2
@@ -80,6 +82,7 @@ class RunObserver:
         self._recorded: dict[str, Mapping[str, Any]] = {}
         """The sample of each host that was recorded last."""
         self._joules: dict[str, float] = {}
+        self._files_at = 0.0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -156,6 +159,13 @@ class RunObserver:
             facts = {one.rank: one.facts for one in heartbeats}
             for change in self._detector.compare(_paces(heartbeats)):
                 self._tell(change, facts, samples, tracker)
+        if time.monotonic() - self._files_at >= FILES_EVERY:
+            self._files_at = time.monotonic()
+            self._look_at_files(heartbeats, tracker)
+
+    def _look_at_files(self, heartbeats: Sequence[Heartbeat], tracker: Tracker) -> None:
+        """Write what each process does, and read what is asked of the run."""
+        if heartbeats:
             self._write_processes(heartbeats)
         read_requests(
             self.folder.requests,
