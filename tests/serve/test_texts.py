@@ -244,9 +244,9 @@ def test_no_half_characters_are_streamed(server: Any) -> None:
     whole = complete(server, **body)["choices"][0]["text"]
     chunks = events(server.post("/v1/completions", {**body, "stream": True}))
     pieces = [chunk["choices"][0]["text"] for chunk in chunks]
+    # A piece that ended inside a character would have a replacement in its place.
     assert "".join(pieces) == whole
     assert "é" in whole
-    assert "é" in "".join(piece for piece in pieces if "\ufffd" not in piece)
 
 
 def test_the_best_of_several_is_the_likeliest(server: Any) -> None:

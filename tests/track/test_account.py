@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(module.time, "time", lambda: 1_700_000_000.0 + self.now)
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        # Only of this module: a server of other tests would sleep until then.
+        fake = SimpleNamespace(time=lambda: self.unix, monotonic=lambda: self.now)
+        monkeypatch.setattr(module, "time", fake)
 
     @property
     def unix(self) -> float:

@@ -208,7 +208,7 @@ def test_energy_without_counters_is_power_over_time(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(system.time, "monotonic", lambda: now)
+    monkeypatch.setattr(system, "time", SimpleNamespace(monotonic=lambda: now))
     gpu = Gpu("GPU-a", millijoules=None, milliwatts=200_000)
     install(gpu)
     gpus = Gpus()
