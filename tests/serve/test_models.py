@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -258,19 +259,26 @@ def test_an_engine_that_fails_during_a_stream_says_so_in_it(
 
     server = serve_models(mill)
     assert server.post("/v1/completions", body()).status_code == 200  # it has warmed up
-    step, left = Engine.step, [5]
+    step, left, seen = Engine.step, [5], threading.Event()
 
     def broken(engine: Engine) -> list[Generation]:
         left[0] -= 1
         if left[0] < 0:
+            # Not before something was sent, or the answer would be an error from the start.
+            seen.wait(60)
             raise RuntimeError("no more")
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", broken)
-    failed = server.post("/v1/completions", {**body(), "stream": True})
-    assert failed.status_code == 200
-    *chunks, last, end = failed.text.split("\n\n")
-    assert len(chunks) > 1 and end == ""
+    asked = {**body(), "stream": True}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=asked) as failed:
+        assert failed.status_code == 200
+        pieces = failed.iter_text()
+        text = next(pieces)
+        seen.set()
+        text += "".join(pieces)
+    *chunks, last, end = text.split("\n\n")
+    assert chunks and end == ""
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
 
 
