@@ -88,6 +88,13 @@ class Hardware:
     rates: Rates = field(default_factory=Rates)
     source: str = ""
 
+    @property
+    def device(self) -> str:
+        """What `runtime.device` calls it."""
+        if self.name == "cpu":
+            return "cpu"
+        return "xla" if self.name.startswith("tpu") else "cuda"
+
     def peak(self, precision: str) -> float:
         """Dense FLOP/s in a number format."""
         for name, value in self.peaks:

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from gristmill.base.errors import UserError
 from gristmill.base.units import format_bytes
-from gristmill.config.layouts import layout_problems
+from gristmill.config.layouts import layout_problems, xla_fits
 from gristmill.config.model import Ability
 from gristmill.config.parallel import SEVERAL, Mesh
 from gristmill.config.resolve import divisors
@@ -105,6 +106,7 @@ def plan_layouts(
     """Every layout of a run on some devices."""
     if per_node is not None:
         hardware = replace(hardware, per_node=per_node)
+    config = on_device(config, hardware)
     search = _Search(config, gpus, hardware, vocab)
     fitting, too_large = [], []
     for mesh, keep in search.meshes():
@@ -116,6 +118,15 @@ def plan_layouts(
     too_large.sort(key=lambda layout: layout.memory.total)
     refused = tuple(Refusal(what, why) for what, why in search.refused.items())
     return LayoutPlans(hardware, gpus, tuple(_ranked(fitting)), tuple(too_large), refused)
+
+
+def on_device(config: RunConfig, hardware: Hardware) -> RunConfig:
+    """The settings on a kind of device; refuses what cannot run there."""
+    runtime = config.runtime.model_copy(update={"device": hardware.device})
+    made = config.model_copy(update={"runtime": runtime})
+    if problems := list(xla_fits(made)):
+        raise UserError(problems[0].what, where=f"--gpu {hardware.name}", remedy=problems[0].remedy)
+    return made
 
 
 def plan_layout(
@@ -154,7 +165,6 @@ def _largest_stage(
 ) -> MemoryPlan:
     """The memory of the stage that needs most: the first, which has most micro-batches in flight,
     or the last, which has the head."""
-    device = hardware.name if hardware.name == "cpu" else None
     plans = [
         plan_memory(
             config,
@@ -163,7 +173,6 @@ def _largest_stage(
             micro_batch=micro_batch,
             recompute=recompute,
             stage=stage,
-            device=device,
         )
         for stage in sorted({0, mesh.pp - 1})
     ]
@@ -232,6 +241,8 @@ class _Search:
                 f"{axis} above 1", f"needs {abilities[axis]}, which {kind} models do not have"
             )
             sizes = [1]
+        if self.hardware.device == "xla" and axis in ("pp", "cp"):
+            sizes = [1]
         for size in sizes:
             if at_most is not None and size > at_most:
                 why = f"collectives of every layer would leave the node of {at_most}"
@@ -270,8 +281,7 @@ class _Search:
     def laid_out(self, mesh: Mesh, keep: str | None) -> RunConfig:
         """The settings with a mesh's sizes; those without effect on it are left out."""
         parallel = self.config.parallel
-        changes: dict[str, object] = {axis: size for axis, size in mesh.sizes.items()}
-        changes["keep"] = keep
+        changes: dict[str, object] = {**mesh.sizes, "keep": keep}
         for name, axis in {"sequence": "tp", "attention": "cp", "schedule": "pp"}.items():
             if mesh.sizes[axis] == 1:
                 changes[name] = None

@@ -88,7 +88,7 @@ def planned_work(
         recompute=recompute,
         stages=config.parallel.stages_each if mesh.pp > 1 else 1,
         keep=config.parallel.keep or ("gradients" if mesh.pp > 1 else "nothing"),
-        precision=_precision(config),
+        precision=_precision(config, hardware),
         program=_program(config, model, hardware),
         recompute_share=1 / (config.train.recompute_every or 1),
         loss_rows=min(sampled, rows) if sampled and mesh.tp == 1 else None,
@@ -148,12 +148,10 @@ def _as_json(model: GPTConfig) -> str:
     return found[1]
 
 
-def _precision(config: RunConfig) -> str:
+def _precision(config: RunConfig, hardware: Hardware) -> str:
     compute = config.precision.compute
-    if compute != "fp32":
-        return compute
-    gpu = config.runtime.device in ("auto", "cuda")
-    return "tf32" if gpu and config.precision.tf32 else "fp32"
+    tf32 = config.precision.tf32 and hardware.device == "cuda"
+    return "tf32" if compute == "fp32" and tf32 else compute
 
 
 def _program(config: RunConfig, model: GPTConfig, hardware: Hardware) -> Program:
@@ -167,7 +165,7 @@ def _program(config: RunConfig, model: GPTConfig, hardware: Hardware) -> Program
     weights = 4.0 if config.precision.compute == "fp32" else 2.0
     return Program(
         fused=compiles,
-        graphs=bool(config.runtime.cuda_graphs) or config.runtime.device == "xla",
+        graphs=bool(config.runtime.cuda_graphs) or hardware.device == "xla",
         sequence_parallel=config.parallel.sequence in (None, True),
         parallel_block=model.parallel_residual,
         gradient_bytes=4.0 if sent == "fp32" else 2.0,
