@@ -1,12 +1,12 @@
 """Fit the constants of each kind of GPU to the published rows, and say how well they predict.
 
-    python benchmarks/planner_fit.py            each kind: constants, and errors in and out of the fit
+    python benchmarks/planner_fit.py            each kind: constants, errors in and out of the fit
     python benchmarks/planner_fit.py a100-80gb  one of them
 
 Every constant starts where measurements of single kernels put it, and is drawn back to there with
 the strength of a few rows, so that it stays what its name says. Errors are those of logarithms; far
-ones count linearly (Huber), since some rows are of machines that were in trouble. Out of the fit: each
-row is predicted with constants that were fitted without any row of a model of its size.
+ones count linearly (Huber), since some rows are of machines that were in trouble. Out of the fit:
+each row is predicted with constants that were fitted without any row of a model of its size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ FITTED = (
 )
 HUBER = 0.1
 PRIOR = 0.01
-"""Rows per row fitted that hold a constant where it starts, for a change by HUBER-th."""
+"""How strongly a constant is held where it starts: the square of its change (of its logarithm)
+counts this much for each row, as the square of a row's error counts 1."""
 
 Fit = tuple[Rates, np.ndarray]
 
@@ -76,23 +77,24 @@ def fit(rows: Sequence[Row], start: Rates, machines: dict[str, Hardware], streng
 
 
 STARTS = {
-    # Large products: 0.80 of the peak on an A100, 0.70 on a Hopper at its power limit (performance of
-    # cuBLAS), memory 0.85, NCCL 0.78 of NVLink and 0.75 of InfiniBand (nccl-tests).
+    # Large products: 0.80 of the peak on an A100, 0.70 on a Hopper at its power limit, memory 0.85,
+    # NCCL 0.78 of NVLink and 0.75 of InfiniBand, as single kernels are usually measured.
     "a100-80gb": Rates(
         0.80, 0.6, 250, 140, 0.42, 0.42, 16, 0.85, link_share=0.78, network_share=0.75
     ),
     "h100-80gb": Rates(
         0.70, 0.6, 260, 140, 0.30, 0.5, 16, 0.75, link_share=0.75, network_share=0.7
     ),
+    # Where the H100 of 700 W ended, times the root of 500 / 700.
     "h100-96gb": Rates(
-        0.60, 0.5, 260, 140, 0.26, 0.4, 16, 0.75, link_share=0.75, network_share=0.7
+        0.53, 0.51, 262, 145, 0.20, 0.45, 16, 0.69, link_share=0.75, network_share=0.65
     ),
     "h200": Rates(0.72, 0.6, 260, 140, 0.30, 0.5, 16, 0.75, link_share=0.75, network_share=0.7),
 }
 
 
 def all_rows() -> list[Row]:
-    """Every row that the constants are fitted to or compared with, but those of one node of vTrain."""
+    """Every row that constants are fitted to: all but those of one node of vTrain."""
     return [*multi_rows(), *published_rows(), *own_rows()]
 
 

@@ -37,8 +37,9 @@ PROGRAMS = {
     "M24": MEGATRON,
     "MB": MEGATRON,
     "L3": replace(MEGATRON, overlap_tensor=False, gradient_bytes=4),
-    # FlashAttention 2 for nanotron, torchtitan and llm-foundry; nanotron counts the head when it
-    # divides layers among stages.
+    # FlashAttention 2 for nanotron, torchtitan and llm-foundry. nanotron counts the head when it
+    # divides layers among stages; that it hides no data-parallel communication is a guess from its
+    # figures, the only one of this table.
     "NT": Program(fused=False, native=False, balanced=True, overlap_data=False),
     "TT": Program(native=False),
     "LF": Program(fused=False, native=False, gradient_bytes=2),
@@ -119,7 +120,7 @@ def own_rows() -> Iterator[Row]:
             int(row["layers"]), width, heads, heads, width // heads, 4 * width, int(row["vocab"])
         )
         batch = int(row["micro_batch"])
-        work = Work(shape, int(row["seq"]), batch, batch)
+        work = Work(shape, int(row["seq"]), batch, batch, Mesh())
         seconds = batch * work.sequence / float(row["tokens_per_second"])
         yield Row(row["id"], "own", "h200", "ndr400", f"{width}", work, seconds, True)
 
@@ -136,18 +137,18 @@ _GPUS = {
 }
 
 
-def published_rows() -> Iterator[Row]:
+def published_rows(folder: Path = FOLDER) -> Iterator[Row]:
     """Every row that is a time or a speed of a dense model whose layout is printed."""
-    for row in _read("published_rows.csv"):
+    for row in _read("published_rows.csv", folder):
         made = _published(row)
         if made is not None:
             yield made
 
 
 def _published(row: dict[str, str]) -> Row | None:
-    name, quantity = row["id"], row["quantity"]
+    name = row["id"]
     kind = name.split("-")[0]
-    if kind == "SPm" or not row["layers"] or not row["tp"]:
+    if kind == "SPm" or not row["layers"] or not row["tp"] or row["gpu"] not in _GPUS:
         return None
     width, heads = int(row["hidden"]), int(row["heads"])
     gated = kind.startswith("NT") or int(row["ffn"]) not in (4 * width,)
@@ -263,6 +264,6 @@ def on(row: Row, hardware: dict[str, Hardware], links: dict[str, Link]) -> Hardw
     return replace(hardware[row.gpu], between=links[row.link])
 
 
-def _read(name: str) -> list[dict[str, str]]:
-    with (FOLDER / name).open(newline="") as file:
+def _read(name: str, folder: Path = FOLDER) -> list[dict[str, str]]:
+    with (folder / name).open(newline="") as file:
         return list(csv.DictReader(file))

@@ -19,7 +19,13 @@ from gristmill.config.parallel import Mesh, build_mesh
 from gristmill.config.resolve import portions, resolve
 from gristmill.config.schema import RunConfig
 from gristmill.hub.downloads import settings_folder
-from gristmill.plan.calibration import Calibration, calibrated, read_calibrations, this_machine
+from gristmill.plan.calibration import (
+    Calibration,
+    calibrated,
+    read_calibrations,
+    this_machine,
+    write_calibration,
+)
 from gristmill.plan.costs import Cost, run_cost
 from gristmill.plan.hardware import Hardware, on_network, open_hardware, open_link
 from gristmill.plan.layouts import LayoutPlan, LayoutPlans, on_device, plan_layout, plan_layouts
@@ -98,6 +104,10 @@ def plan(
         bool,
         typer.Option("--write", help="Put layout N of --what, or the first, into the run file."),
     ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Measure this machine, and plan with that from then on."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Will it fit, how fast will it be, what will it cost, and in which layout.
@@ -105,8 +115,12 @@ def plan(
     Needs no GPU, no network and no token files. All figures are planned from formulas and from the
     published speed of each kind of device.
     """
+    if calibrate:
+        _calibrate()
     if run is None:
-        raise UserError("give a run file", where="plan")
+        if calibrate:
+            return
+        raise UserError("give a run file, or --calibrate", where="plan")
     asked = _asked(run, settings or (), gpus=gpus, gpu=gpu, per_node=per_node, link=link)
     if price is not None:
         asked = replace(asked, price=price)
@@ -118,11 +132,32 @@ def plan(
         typer.echo("\n".join(_in_full(asked, chosen, what)))
     else:
         typer.echo("\n".join(_table(asked, plans, top=top)))
-        typer.echo("\n".join(_limits(asked, plans, hours=hours, budget=budget)), nl=False)
+        limits = list(_limits(asked, plans, hours=hours, budget=budget))
+        typer.echo("\n".join(["", *limits]) if limits else "", nl=bool(limits))
     if chosen is None and not as_json:
         raise _nothing_fits(asked, plans)
     if write and chosen is not None:
         _write(run, asked, chosen, quiet=as_json)
+
+
+def _calibrate() -> None:
+    """Measure this machine and keep the figures."""
+    from gristmill.bench.calibrate import measure_machine, slower_than_kind
+
+    measured = measure_machine()
+    usual = open_hardware(measured.kind)
+    file = write_calibration(measured)
+    typer.echo(f"{measured.device}, as {measured.kind}; kept in {file}")
+    typer.echo(f"  {'':<28}{'here':>12}{'table':>12}")
+    for name, value in measured.rates.items():
+        typer.echo(f"  {name:<28}{value:>12.3g}{getattr(usual.rates, name):>12.3g}")
+    if measured.memory_bandwidth:
+        table = usual.memory_bandwidth * usual.rates.memory_share
+        typer.echo(
+            f"  {'memory, GB/s':<28}{measured.memory_bandwidth / 1e9:>12.3g}{table / 1e9:>12.3g}"
+        )
+    for doubt in slower_than_kind(measured, usual):
+        typer.echo(f"warning: slower than its kind: {doubt}", err=True)
 
 
 # ------------------------------------------------------------------ what is asked
@@ -361,20 +396,20 @@ def _limits(
     cost = asked.cost(best)
     if hours is not None:
         there = float(hours) * 3600 if hours.replace(".", "", 1).isdigit() else parse_seconds(hours)
-        yield "\n" + _enough(asked, f"in {_span(there)}", there / cost.seconds)
+        yield _enough(asked, f"in {_span(there)}", there / cost.seconds)
     if budget is not None:
         if cost.money is None:
             what = f"there is no price of {asked.hardware.name}"
             raise UserError(what, where="--budget", remedy="give --price")
-        yield "\n" + _enough(asked, f"for ${budget:,.0f}", budget / max(cost.money, 1e-9))
+        yield _enough(asked, f"for ${budget:,.0f}", budget / max(cost.money, 1e-9))
 
 
 def _enough(asked: _Asked, limit: str, share: float) -> str:
     if share >= 1:
-        return f"{limit}: enough, {1 / share:.0%} of it is needed\n"
+        return f"{limit}: enough, {1 / share:.0%} of it is needed"
     reached = format_count(share * asked.tokens)
     more = "" if "$" in limit else f"; about {asked.gpus / share:,.0f} devices would be needed"
-    return f"{limit}: not enough, the first layout reaches {reached} tokens, {share:.0%}{more}\n"
+    return f"{limit}: not enough, the first layout reaches {reached} tokens, {share:.0%}{more}"
 
 
 # ------------------------------------------------------------------ one layout
@@ -446,7 +481,8 @@ def _layout_json(asked: _Asked, number: int, layout: LayoutPlan) -> dict[str, An
     return {
         "rank": number,
         **layout.mesh.sizes,
-        "keep": layout.keep,
+        "keep": layout.variant.keep,
+        "schedule": layout.variant.schedule,
         "micro_batch": layout.micro_batch,
         "recompute": layout.recompute,
         "memory": {**layout.memory.parts, "total": layout.memory.total},
@@ -473,7 +509,11 @@ def _write(run: Path, asked: _Asked, layout: LayoutPlan, *, quiet: bool) -> None
     if asked.config.train.batch is not None:
         changes["train.accumulate"] = None
     made = with_settings(text, changes, where=file)
-    load_text(made, (), place=str(file), find_model=settings_folder)
+    loaded = load_text(made, (), place=str(file), find_model=settings_folder)
+    if loaded.train.recompute != layout.recompute:
+        # A preset says otherwise.
+        made = with_settings(made, {"train.recompute": layout.recompute}, where=file)
+        load_text(made, (), place=str(file), find_model=settings_folder)
     write_atomic(file, made)
     if not quiet:
         typer.echo(f"\nwritten to {file}: {layout.described}, micro-batch {layout.micro_batch}")

@@ -2,10 +2,12 @@
 
 A layout is a mesh of processes, what sharding keeps whole, a micro-batch and a recomputation mode.
 
-    tp          divides heads and inner width; within a node
+    tp          divides heads, inner width and the devices of a node
     cp          parts of at least 2,048 tokens
     pp          divides the layers; the micro-batches of a step are at least as many
     dp_shard    none, what is left of a node, or all that is left; dp_replicate is the rest
+    keep        nothing, or gradients and weights
+    schedule    1f1b, or interleaved with two groups of layers on each device
     micro       1, 2, 4, … samples, of which each process's part of the batch is a multiple
 
 What the settings' own rules refuse (config/layouts.py) is refused here in their words. Of two
@@ -31,8 +33,6 @@ from gristmill.plan.shape import planned_model
 from gristmill.plan.timing import StepPlan, plan_step, planned_batch
 
 RECOMPUTES = ("none", "selective", "full")
-KEEPS = (None, "gradients")
-"""What is tried for parallel.keep: nothing is kept, or gradients and weights."""
 MOST_MICRO = 128
 LEAST_PART = 2048
 """Tokens of a part of a sequence below which cp is not tried."""
@@ -42,12 +42,24 @@ EQUAL = 0.01
 """Layouts whose speeds differ by less are ranked by memory."""
 
 
+_NEEDED = {"sequence": "tp", "attention": "cp", "schedule": "pp", "stages": "pp"}
+"""Settings that have no effect unless an axis is above 1."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a mesh is used, in the words of `[parallel]`; None where a setting is left out."""
+
+    keep: str | None = None
+    schedule: str | None = None
+
+
 @dataclass(frozen=True)
 class LayoutPlan:
     """One layout, with what it needs and how fast it is."""
 
     mesh: Mesh
-    keep: str | None
+    variant: Variant
     micro_batch: int
     recompute: str
     memory: MemoryPlan
@@ -63,9 +75,14 @@ class LayoutPlan:
             for axis, size in self.mesh.sizes.items()
             if axis != "dp_replicate"
         }
+        unused = {
+            f"parallel.{name}": None for name, axis in _NEEDED.items() if self.mesh.sizes[axis] == 1
+        }
         return {
             **sizes,
-            "parallel.keep": self.keep,
+            **unused,
+            "parallel.keep": self.variant.keep,
+            "parallel.schedule": self.variant.schedule,
             "train.micro_batch": self.micro_batch,
             "train.recompute": None if self.recompute == "none" else self.recompute,
         }
@@ -73,8 +90,9 @@ class LayoutPlan:
     @property
     def described(self) -> str:
         """In words, for a table."""
-        keep = f", keep {self.keep}" if self.keep else ""
-        return f"{self.mesh}{keep}"
+        keep = f", keep {self.variant.keep}" if self.variant.keep else ""
+        schedule = f", {self.variant.schedule}" if self.variant.schedule else ""
+        return f"{self.mesh}{keep}{schedule}"
 
 
 @dataclass(frozen=True)
@@ -109,8 +127,8 @@ def plan_layouts(
     config = on_device(config, hardware)
     search = _Search(config, gpus, hardware, vocab)
     fitting, too_large = [], []
-    for mesh, keep in search.meshes():
-        found = list(search.of_mesh(mesh, keep))
+    for mesh, variant in search.meshes():
+        found = list(search.of_mesh(mesh, variant))
         fitting += [layout for layout in found if layout.fits]
         if found and not any(layout.fits for layout in found):
             too_large.append(min(found, key=lambda layout: layout.memory.total))
@@ -150,8 +168,8 @@ def plan_layout(
             f"needs {format_bytes(memory.total)} of {format_bytes(room)}, most of it {kind} "
             f"({format_bytes(memory.parts[kind])})"
         )
-    keep = config.parallel.keep
-    return LayoutPlan(mesh, keep, micro_batch, recompute, memory, step, why is None, why)
+    variant = Variant(config.parallel.keep, config.parallel.schedule)
+    return LayoutPlan(mesh, variant, micro_batch, recompute, memory, step, why is None, why)
 
 
 def _largest_stage(
@@ -205,8 +223,8 @@ class _Search:
         """Sizes that cannot be, and why; filled by `meshes`."""
         return {}
 
-    def meshes(self) -> Iterator[tuple[Mesh, str | None]]:
-        """Meshes that the rules allow, with what is kept."""
+    def meshes(self) -> Iterator[tuple[Mesh, Variant]]:
+        """Meshes that the rules allow, and how they can be used."""
         model, per_node = planned_model(self.config.model), self.hardware.per_node
         sequence = self.config.data.sequence or self.config.model.context
         for tp in self._allowed("tp", divisors(self.gpus), at_most=per_node):
@@ -217,7 +235,7 @@ class _Search:
                 for pp in self._allowed("pp", stages, tp=tp, cp=cp):
                     yield from self._data(pp, cp, tp)
 
-    def _data(self, pp: int, cp: int, tp: int) -> Iterator[tuple[Mesh, str | None]]:
+    def _data(self, pp: int, cp: int, tp: int) -> Iterator[tuple[Mesh, Variant]]:
         left = self.gpus // (pp * cp * tp)
         inside = max(1, self.hardware.per_node // (cp * tp))
         sizes = {1, left, *([inside] if left % inside == 0 else [])}
@@ -225,10 +243,19 @@ class _Search:
             sizes -= {left} if left > 1 else set()
         for shard in sorted(sizes):
             mesh = Mesh(pp, left // shard, shard, cp, tp)
-            keeps = KEEPS if shard > 1 and pp == 1 else (None,)
-            for keep in keeps:
-                if self._accepts(mesh, keep):
-                    yield mesh, keep
+            for variant in self._variants(mesh):
+                if self._accepts(mesh, variant):
+                    yield mesh, variant
+
+    def _variants(self, mesh: Mesh) -> list[Variant]:
+        asked = self.config.parallel.schedule
+        if mesh.pp == 1:
+            keeps = (None, "gradients") if mesh.dp_shard > 1 else (None,)
+            return [Variant(keep) for keep in keeps]
+        if asked is not None:
+            return [Variant(schedule=asked)]
+        even = planned_model(self.config.model).layers % (2 * mesh.pp) == 0
+        return [Variant(), Variant(schedule="interleaved")] if even else [Variant()]
 
     def _allowed(
         self, axis: str, sizes: list[int], *, at_most: int | None = None, **others: int
@@ -251,8 +278,11 @@ class _Search:
             if size == 1:
                 yield size
                 continue
+            if at_most is not None and at_most % size:
+                self.refused.setdefault(f"{axis} {size}", f"does not divide a node of {at_most}")
+                continue
             made = Mesh(**{axis: size, **others})
-            config = self.laid_out(made, None)
+            config = self.laid_out(made, Variant())
             path = f"parallel.{axis}"
             problems = [one for one in layout_problems(config) if _about(one.where, path)]
             if problems:
@@ -260,8 +290,8 @@ class _Search:
             else:
                 yield size
 
-    def _accepts(self, mesh: Mesh, keep: str | None) -> bool:
-        config = self.laid_out(mesh, keep)
+    def _accepts(self, mesh: Mesh, variant: Variant) -> bool:
+        config = self.laid_out(mesh, variant)
         batch = self.config.train.batch
         if batch is not None and batch % mesh.data:
             what = f"{mesh.data} parts of the batch"
@@ -278,21 +308,21 @@ class _Search:
                 return False
         return True
 
-    def laid_out(self, mesh: Mesh, keep: str | None) -> RunConfig:
+    def laid_out(self, mesh: Mesh, variant: Variant) -> RunConfig:
         """The settings with a mesh's sizes; those without effect on it are left out."""
         parallel = self.config.parallel
-        changes: dict[str, object] = {**mesh.sizes, "keep": keep}
-        for name, axis in {"sequence": "tp", "attention": "cp", "schedule": "pp"}.items():
-            if mesh.sizes[axis] == 1:
-                changes[name] = None
-        if mesh.pp == 1:
-            changes["stages"] = None
+        changes: dict[str, object] = {
+            **mesh.sizes,
+            "keep": variant.keep,
+            "schedule": variant.schedule,
+            **{name: None for name, axis in _NEEDED.items() if mesh.sizes[axis] == 1},
+        }
         return self.config.model_copy(update={"parallel": parallel.model_copy(update=changes)})
 
-    def of_mesh(self, mesh: Mesh, keep: str | None) -> Iterator[LayoutPlan]:
+    def of_mesh(self, mesh: Mesh, variant: Variant) -> Iterator[LayoutPlan]:
         """A mesh with every micro-batch and recomputation that fits, and the smallest of those that
         do not."""
-        config = self.laid_out(mesh, keep)
+        config = self.laid_out(mesh, variant)
         for recompute in RECOMPUTES:
             if recompute != "none" and config.parallel.schedule == "zero-bubble":
                 continue

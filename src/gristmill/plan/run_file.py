@@ -14,13 +14,14 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 
 import tomli_w
 
 from gristmill.base.errors import UserError
 
 
-def with_settings(text: str, changes: Mapping[str, object], *, where: object) -> str:
+def with_settings(text: str, changes: Mapping[str, object], *, where: Path) -> str:
     """The text with settings such as {"train.micro_batch": 4}; those that are None are removed."""
     lines = text.splitlines()
     for path, value in changes.items():

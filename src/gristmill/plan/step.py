@@ -332,16 +332,16 @@ def _attention(
     peak *= rates.product_share
     narrow = 1 + rates.half_features / shape.head_size
     # Written by the product, read and written by softmax and by dropout, read by the product.
-    moved = 13.0 * tokens * sequence * shape.heads / tp
+    moved = 11.0 * tokens * sequence * shape.heads / tp
     memory = hardware.memory_bandwidth * rates.memory_share
     return flops / peak * narrow + moved / memory
 
 
 def _elementwise_bytes(shape: Shape, tokens: int, tp: int, program: Program) -> float:
     """What one block's forward pass reads and writes beside products and attention, in 16 bits."""
-    stream = 22.0 if not program.fused else 14.0  # two norms, two residual additions, dropout
-    inside = 10.0 if not program.fused else 4.0  # biases, rotary positions, copies of heads
-    activation = (6.0 if not program.fused else 4.0) * (1.5 if shape.gated else 1.0)
+    stream = 18.0 if not program.fused else 14.0  # two norms, two residual additions, dropout
+    inside = 8.0 if not program.fused else 4.0  # biases, rotary positions, copies of heads
+    activation = (5.0 if not program.fused else 4.0) * (1.5 if shape.gated else 1.0)
     whole = tp if program.sequence_parallel else 1
     features = (shape.features + 2 * shape.groups * shape.head_size) / 3
     each = stream * shape.width / whole
@@ -425,12 +425,13 @@ def _data(work: Work, hardware: Hardware, forward: float, backward: float) -> fl
     reduces = 1 if work.keep == "gradients" or mesh.pp > 1 else work.micro_batches
     wait = 0.0
     if sharded > 1:
-        gather = half_reduce(
-            program.weight_bytes * held, group=sharded, stride=inner, hardware=hardware
-        )
-        scatter = half_reduce(
-            program.gradient_bytes * held, group=sharded, stride=inner, hardware=hardware
-        )
+        blocks = shape.layers / mesh.pp
+
+        def over_shards(size: float) -> float:
+            return half_reduce(size, group=sharded, stride=inner, hardware=hardware, pieces=blocks)
+
+        gather = over_shards(program.weight_bytes * held)
+        scatter = over_shards(program.gradient_bytes * held)
         hidden = (forward + backward) * rates.hidden_data if program.overlap_data else 0.0
         if work.keep == "nothing" and mesh.pp == 1:
             one = gathers / times * gather + scatter
@@ -479,9 +480,14 @@ def all_reduce(size: float, *, group: int, stride: int, hardware: Hardware) -> f
     return 2 * half_reduce(size, group=group, stride=stride, hardware=hardware)
 
 
-def half_reduce(size: float, *, group: int, stride: int, hardware: Hardware) -> float:
-    """Half of it: scatter the sums, or gather what is scattered."""
+def half_reduce(
+    size: float, *, group: int, stride: int, hardware: Hardware, pieces: float = 1
+) -> float:
+    """Half of it: scatter the sums, or gather what is scattered; in so many collectives."""
     if group == 1:
         return 0.0
     bandwidth, latency = hardware.path(group=group, stride=stride)
-    return (group - 1) / group * size / bandwidth + latency * math.log2(group)
+    inside = max(1, min(group, hardware.per_node // stride))
+    # A tree inside a node, a ring of nodes.
+    hops = math.log2(inside) + math.ceil(group / inside) - 1
+    return (group - 1) / group * size / bandwidth + pieces * latency * hops
