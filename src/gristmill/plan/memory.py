@@ -337,20 +337,26 @@ class _Step:
         """Bytes by kind at each moment."""
         base, gradients = self.base(), self.gradient_bytes
         before = gradients if self.accumulate > 1 else 0.0
-        kept, communication = self.activations(), self.communication()
-        passing = {**base, "activations": kept + self.casts(), "communication": communication}
+        kept = self.activations() + self.casts()
+        stages, (forward, backward) = self.stage_buffers(), self.gathered()
+        passing = {**base, "activations": kept, "gradients": before}
         if self.last:
-            logits = self.logits()
-            yield "loss", {**passing, "gradients": before, "logits": logits, "workspace": 0.0}
-        work = self.backward_work()
-        head = self.head_gradients() if self.last else 0.0
-        yield "backward", {**passing, "gradients": before, "logits": head, "workspace": work}
-        one = kept / max(1, self.layers)
-        ends = self.embedding_gradient() if self.first else 0.0
-        end = {**passing, "activations": one, "gradients": gradients, "workspace": work + ends}
-        yield "gradients", end
-        update = self.update_work()
-        yield "update", {**base, "gradients": gradients, "workspace": update}
+            loss = {"logits": self.logits(), "communication": stages + forward}
+            yield "loss", {**passing, **loss}
+            head = {"logits": self.head_gradients(), "communication": stages + forward}
+            yield "head", {**passing, **head}
+        work, buffers = self.backward_work(), stages + self.exchange()
+        start = {"logits": self.waiting_head(), "workspace": work}
+        yield "backward", {**passing, **start, "communication": backward + buffers}
+        one = self.activations() / max(1, self.layers) / self.in_flight
+        passing = {**base, "gradients": gradients, "logits": self.waiting_head()}
+        end = {"activations": one, "communication": backward + buffers, "workspace": work}
+        yield "gradients", {**passing, **end, "logits": self.waiting_head() + self.waiting_tables()}
+        ends = {"communication": self.last_gathered() + buffers}
+        ends["workspace"] = self.waiting_tables() + self.embedding_gradient()
+        yield "embedding", {**passing, **ends}
+        last = {"workspace": self.update_work(), "communication": self.rounded_gradients()}
+        yield "update", {**base, "gradients": gradients, **last}
 
     def blocks(self) -> list[tuple[int, Mode]]:
         """How many blocks here recompute in which mode."""
@@ -463,45 +469,86 @@ class _Step:
         head = 4 * self.head_elements if self.trains_head else 0.0
         return 2 * (hidden + head)
 
-    def embedding_gradient(self) -> float:
-        """Bytes of the embedding's gradient beside that of the head, if both are one."""
-        if not self.trains_head or not self.model.tie_head or not self.last:
+    def waiting_head(self) -> float:
+        """Bytes of the head's gradient while blocks have their backward pass. It waits for that of
+        the embedding if both are one parameter, and is whole if weights are sharded."""
+        if not self.trains_head or not self.last:
             return 0.0
-        return 4 * self.head_elements
+        waits = self.model.tie_head and self.accumulate > 1
+        gone = not (waits or self.accumulate == 1 or self.mesh.shards_rows)
+        return 0.0 if gone else 4 * self.head_elements
+
+    def waiting_tables(self) -> float:
+        """Bytes of the gradients of value embeddings, which are whole if weights are sharded."""
+        if not self.mesh.shards_rows:
+            return 0.0
+        return sum(4.0 * s.whole(self.mesh) for s in self.shapes if s.role is Role.TABLE)
+
+    def embedding_gradient(self) -> float:
+        """Bytes of the embedding's gradient and, if the head is the same parameter, of the sum."""
+        if not self.trains_head or not self.first:
+            return 0.0
+        tied = self.model.tie_head and self.last
+        counted = self.accumulate == 1 and not self.mesh.shards_rows
+        return 4 * self.head_elements * ((2 if tied else 1) - counted)
 
     # -------------------------------------------------------------- processes and optimizers
 
-    def communication(self) -> float:
-        """Bytes of the buffers of collectives."""
-        mesh, b = self.mesh, self.computing.itemsize
-        found = 0.0
-        if mesh.shards_rows:
-            found += self._gathered()
-        elif mesh.dp_replicate * mesh.cp > 1 and not self.config.parallel.decentralized:
+    def stage_buffers(self) -> float:
+        """Bytes of what stages of a pipeline send: the stream and its gradients, for every
+        micro-batch of a step."""
+        if self.mesh.pp == 1:
+            return 0.0
+        width = self.model.width / self.computing.stream
+        ends = (not self.first) + (not self.last)
+        each = self.computing.itemsize * self.tokens * width * self.config.parallel.stages_each
+        return self.accumulate * each * ends
+
+    def exchange(self) -> float:
+        """Bytes of buffers in the backward pass: gradients that replicas sum, and keys and values
+        that go round."""
+        mesh, found = self.mesh, 0.0
+        if self._replicas:
             largest = max(shape.whole(mesh) // shape.count for shape in self.shapes)
-            found += 4 * max(BUCKET, largest)
-            if BYTES[self.config.precision.reduce or "fp32"] == 2:
-                found += 2 * self.trained
+            found += 4 * max(BUCKET, largest) + self.rounded_gradients()
         if mesh.cp > 1:
-            found += 4 * b * self.tokens * self.model.groups * self.model.head_size / mesh.tp
-        if mesh.pp > 1:
-            stream = b * self.tokens * self.model.width / self.computing.stream
-            ends = (not self.first) + (not self.last)
-            found += self.accumulate * stream * ends * self.config.parallel.stages_each
+            keys = self.model.groups * self.model.head_size / mesh.tp
+            found += 4 * self.computing.itemsize * self.tokens * keys
         return found
 
-    def _gathered(self) -> float:
-        """Bytes of gathered weights and of gradients before they are divided."""
+    @property
+    def _replicas(self) -> bool:
+        """Whether processes sum whole gradients."""
+        mesh = self.mesh
+        several = mesh.dp_replicate * mesh.cp > 1 and not mesh.shards_rows
+        return several and not self.config.parallel.decentralized
+
+    def rounded_gradients(self) -> float:
+        """Bytes of gradients in the format in which replicas sum them, if it is not fp32."""
+        half = BYTES[self.config.precision.reduce or "fp32"] == 2
+        return 2.0 * self.trained if half and self._replicas else 0.0
+
+    def gathered(self) -> tuple[float, float]:
+        """Bytes of gathered weights, in the forward pass, and in the backward pass with a block's
+        gradients before and after they are summed."""
         mesh, b = self.mesh, self.computing.itemsize
-        ends = sum(s.whole(mesh) for s in self.shapes if not s.in_block)
-        block = self._one_block()
+        if not mesh.shards_rows:
+            return 0.0, 0.0
+        ends, block = sum(s.whole(mesh) for s in self.shapes if not s.in_block), self._one_block()
         keep = self.config.parallel.keep or ("gradients" if mesh.pp > 1 else "nothing")
-        blocks = self.layers if keep != "nothing" else 2
-        weights = b * block * blocks + 4 * ends
-        # The buffer of a collective, and a block's gradients before and after they are summed.
-        buffers = b * block + 4 * block + b * block
-        gradients = 4 * block * self.layers if keep == "gradients" and self.accumulate > 1 else 0.0
-        return weights + buffers + gradients + (4 * ends if self.trains_head else 0.0)
+        weights = 4 * ends + b * block * (1 if keep == "nothing" else self.layers)
+        gradients = 4 * block * self.layers if keep == "gradients" else 0.0
+        # A block that is gathered ahead, the gradients of one, and what is sent of another.
+        return weights + gradients * (self.accumulate > 1), weights + gradients + (
+            2 * b + 4
+        ) * block
+
+    def last_gathered(self) -> float:
+        """Bytes of what is gathered when the backward pass ends, with a block that is sent."""
+        mesh = self.mesh
+        if not mesh.shards_rows:
+            return 0.0
+        return 4 * sum(s.whole(mesh) for s in self.shapes if not s.in_block) + 4 * self._one_block()
 
     def update_work(self) -> float:
         """Bytes that the optimizer needs while it steps."""
@@ -511,10 +558,13 @@ class _Step:
         if isinstance(optim, MuonConfig) or isinstance(optim.preconditioning, SoapConfig):
             # Gradients, momenta, directions and products of as many matrices as fit, or, where
             # nothing is compiled, of equal ones.
-            if self.computing.compiled:
+            if self.computing.compiled and self.mesh.processes == self.mesh.pp:
                 return 14.0 * min(MATRIX_PIECE, matrices)
-            equal = max(s.whole(self.mesh) for s in self.shapes if s.role is Role.MATRIX)
-            return 24.0 * min(MATRIX_PIECE, equal)
+            equal = [s for s in self.shapes if s.role is Role.MATRIX]
+            largest = max(s.whole(self.mesh) for s in equal)
+            ways = self.mesh.processes // self.mesh.pp
+            whole = max(s.whole(self.mesh) / s.count for s in equal) if ways > 1 else 0.0
+            return 24.0 * min(MATRIX_PIECE, largest / ways) + 8.0 * whole
         if optim.type in ("accum-adamw", "accum-adam"):
             largest = max(shape.whole(self.mesh) / shape.count for shape in self.shapes)
             return 8.0 * max(ACCUMULATED_PIECE, largest)
