@@ -28,7 +28,14 @@ from gristmill.plan.calibration import (
 )
 from gristmill.plan.costs import Cost, run_cost
 from gristmill.plan.hardware import Hardware, on_network, open_hardware, open_link
-from gristmill.plan.layouts import LayoutPlan, LayoutPlans, on_device, plan_layout, plan_layouts
+from gristmill.plan.layouts import (
+    LayoutPlan,
+    LayoutPlans,
+    on_device,
+    plan_layout,
+    plan_layouts,
+    with_batch,
+)
 from gristmill.plan.run_file import with_settings
 from gristmill.plan.step import PARTS
 from gristmill.plan.timing import planned_work
@@ -187,7 +194,7 @@ def _asked(
     notes += [note] if note else []
     if config.precision.compute == "fp32" and hardware.device != "cpu":
         notes.append('precision.compute is fp32: "bf16" is faster and needs less memory')
-    tokens = _horizon(config, vocab)
+    tokens = _horizon(with_batch(config, gpus), vocab)
     return _Asked(config, hardware, gpus, hardware.price, vocab, tokens, tuple(notes))
 
 
@@ -264,7 +271,7 @@ def _table(asked: _Asked, plans: LayoutPlans, *, top: int) -> Iterator[str]:
 def _header(asked: _Asked) -> Iterator[str]:
     config, hardware = asked.config, asked.hardware
     work = planned_work(
-        config,
+        with_batch(config, asked.gpus),
         Mesh(),
         hardware,
         vocab=asked.vocab,
@@ -506,8 +513,10 @@ def _write(run: Path, asked: _Asked, layout: LayoutPlan, *, quiet: bool) -> None
     text = file.read_text(encoding="utf-8")
     changes: dict[str, object] = dict(layout.settings)
     changes["parallel.dp_replicate"] = None
-    if asked.config.train.batch is not None:
-        changes["train.accumulate"] = None
+    changes["train.accumulate"] = None
+    if asked.config.train.batch is None:
+        # Of micro-batches of each process: the step's batch is to stay what it is.
+        changes["train.batch"] = with_batch(asked.config, asked.gpus).train.batch
     made = with_settings(text, changes, where=file)
     loaded = load_text(made, (), place=str(file), find_model=settings_folder)
     if loaded.train.recompute != layout.recompute:

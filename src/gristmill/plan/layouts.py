@@ -8,7 +8,7 @@ A layout is a mesh of processes, what sharding keeps whole, a micro-batch and a 
     dp_shard    none, what is left of a node, or all that is left; dp_replicate is the rest
     keep        nothing, or gradients and weights
     schedule    1f1b, or interleaved with two groups of layers on each device
-    micro       1, 2, 4, … samples, of which each process's part of the batch is a multiple
+    micro       samples, of which each process's part of the batch is a multiple
 
 What the settings' own rules refuse (config/layouts.py) is refused here in their words. Of two
 layouts that are equally fast within 1 %, the one that needs less memory comes first.
@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gristmill.base.errors import UserError
+from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import format_bytes
 from gristmill.config.layouts import layout_problems, xla_fits
 from gristmill.config.model import Ability
-from gristmill.config.parallel import SEVERAL, Mesh
-from gristmill.config.resolve import divisors
+from gristmill.config.parallel import SEVERAL, Mesh, build_mesh
+from gristmill.config.resolve import divisors, portions
 from gristmill.config.schema import RunConfig
 from gristmill.plan.hardware import Hardware
 from gristmill.plan.memory import MemoryPlan, plan_memory
@@ -124,7 +124,7 @@ def plan_layouts(
     """Every layout of a run on some devices."""
     if per_node is not None:
         hardware = replace(hardware, per_node=per_node)
-    config = on_device(config, hardware)
+    config = with_batch(on_device(config, hardware), gpus)
     search = _Search(config, gpus, hardware, vocab)
     fitting, too_large = [], []
     for mesh, variant in search.meshes():
@@ -136,6 +136,16 @@ def plan_layouts(
     too_large.sort(key=lambda layout: layout.memory.total)
     refused = tuple(Refusal(what, why) for what, why in search.refused.items())
     return LayoutPlans(hardware, gpus, tuple(_ranked(fitting)), tuple(too_large), refused)
+
+
+def with_batch(config: RunConfig, gpus: int) -> RunConfig:
+    """The settings with the batch of a step as a number: it stays the same in every layout, even
+    where a run file gives it as micro-batches of each process."""
+    mesh = build_mesh(config.parallel, gpus)
+    parts = portions(config.train, parts=None if isinstance(mesh, Problem) else mesh.data)
+    batch = config.train.batch if isinstance(parts, Problem) else parts.batch
+    changes = {"batch": batch, "micro_batch": None, "accumulate": None}
+    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
 
 
 def on_device(config: RunConfig, hardware: Hardware) -> RunConfig:
@@ -293,11 +303,12 @@ class _Search:
     def _accepts(self, mesh: Mesh, variant: Variant) -> bool:
         config = self.laid_out(mesh, variant)
         batch = self.config.train.batch
-        if batch is not None and batch % mesh.data:
+        assert batch is not None
+        if batch % mesh.data:
             what = f"{mesh.data} parts of the batch"
             self.refused.setdefault(what, f"do not divide the batch of {batch} samples")
             return False
-        if mesh.pp > 1 and batch is not None and batch // mesh.data < mesh.pp:
+        if mesh.pp > 1 and batch // mesh.data < mesh.pp:
             why = f"needs at least {mesh.pp} micro-batches in a step, and has {batch // mesh.data}"
             self.refused.setdefault(f"pp {mesh.pp} with {mesh.data} parts of the batch", why)
             return False
@@ -346,19 +357,18 @@ class _Search:
 
     def micro_batches(self, config: RunConfig, mesh: Mesh) -> list[int]:
         """Samples at once that divide a process's part of the batch."""
-        given = config.train.micro_batch or 1
-        own = planned_batch(config, mesh, micro_batch=given) // mesh.data
+        own = planned_batch(config, mesh, micro_batch=1) // mesh.data
         ramp = config.train.ramp
         several = config.parallel.schedule in SEVERAL
 
         def allowed(micro: int) -> bool:
             count = own // micro
-            if own % micro or (ramp and (ramp.start % micro or ramp.by % micro)):
+            unit = micro * mesh.data
+            if ramp is not None and (ramp.start % unit or ramp.by % unit):
                 return False
             return mesh.pp == 1 or (count >= mesh.pp and not (several and count % mesh.pp))
 
-        powers = [2**n for n in range(MOST_MICRO.bit_length())]
-        return [micro for micro in powers if micro <= own and allowed(micro)]
+        return [micro for micro in divisors(own) if micro <= MOST_MICRO and allowed(micro)]
 
 
 def _about(where: object, path: str) -> bool:
