@@ -22,7 +22,7 @@ from typing import Any
 
 from gristmill.base.caches import cache_folder
 from gristmill.base.files import write_json
-from gristmill.plan.hardware import Hardware, Rates, match_hardware, open_hardware
+from gristmill.plan.hardware import Hardware, Rates, known_hardware, match_hardware, open_hardware
 
 FORMAT = 1
 
@@ -53,7 +53,9 @@ def read_calibrations(file: Path | None = None) -> dict[str, Calibration]:
         values = json.loads((file or calibration_file()).read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             return {}
-        return {kind: _calibration(kind, row) for kind, row in values["machines"].items()}
+        rows = values["machines"].items()
+        known = known_hardware()
+        return {kind: _calibration(kind, row) for kind, row in rows if kind in known}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
