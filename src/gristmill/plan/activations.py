@@ -105,7 +105,7 @@ def block_bytes(
     statistics = 16.0 if model.norm == "layernorm" else 8.0
     kept = entry + norm + products + _turned(model, computing) + attended + middle + norm
     kept += mlp + masks + statistics + _values(model, computing) + _adapters(model, computing)
-    kept += scores
+    kept += scores + _plain_norms(model, computing)
     # Gradients of the stream and of the widest inner tensor, before and after the activation.
     working = 2 * entry + norm * (stream > 1) + b * inner * doubled
     if mode == "full":
@@ -124,6 +124,18 @@ def _turned(model: GPTConfig, computing: Computing) -> float:
     if model.positions == "rotary" or model.qk_norm:
         return b * both
     return 0.0
+
+
+def _plain_norms(model: GPTConfig, computing: Computing) -> float:
+    """What RMSNorm keeps besides where it is computed by plain operations: its input in fp32 and,
+    with a gain, the result before it."""
+    if (model.norm != "rmsnorm" and not model.qk_norm) or computing.on_gpu or computing.compiled:
+        return 0.0
+    heads = (model.heads + model.groups) * model.head_size / computing.tp
+    features = 2 * model.width / computing.stream if model.norm == "rmsnorm" else 0.0
+    features += heads if model.qk_norm else 0.0
+    wide = 4 if computing.itemsize < 4 else 0
+    return features * (wide + (4 if model.norm_gain else 0))
 
 
 def _values(model: GPTConfig, computing: Computing) -> float:

@@ -32,13 +32,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gristmill.base.errors import Problem
-from gristmill.config.model import GATE_FEATURES, GPTConfig, Role
+from gristmill.config.model import GPTConfig, Role
 from gristmill.config.optim import KfacConfig, MuonConfig, SoapConfig
 from gristmill.config.parallel import SEVERAL, Mesh
 from gristmill.config.resolve import padded, portions
 from gristmill.config.schema import RunConfig
 from gristmill.plan.activations import Computing, Mode, block_bytes
-from gristmill.plan.arithmetic import exchange_copies, norm_vectors
+from gristmill.plan.arithmetic import exchange_copies
+from gristmill.plan.parameters import ParameterShape, parameter_shapes
 from gristmill.plan.preconditioner import kfac_cost, preconditioner_bytes
 from gristmill.plan.shape import planned_model
 
@@ -114,74 +115,6 @@ def plan_memory(
 
 
 Parts = dict[str, float]
-
-
-@dataclass(frozen=True)
-class ParameterShape:
-    """A parameter, or several equal ones, as far as its size goes."""
-
-    role: Role
-    rows: int
-    columns: int = 1
-    count: int = 1
-    split: bool = False
-    """Whether tp divides it."""
-    in_block: bool = True
-
-    def held(self, mesh: Mesh) -> int:
-        """Elements on the process that has most."""
-        ways = mesh.dp_shard * mesh.cp if mesh.shards_rows else 1
-        tp = mesh.tp if self.split else 1
-        rows, columns = self.rows, self.columns
-        if self.split and rows % tp == 0:
-            rows //= tp
-        elif self.split:
-            columns = -(-columns // tp)
-        return self.count * -(-rows // ways) * columns
-
-    def whole(self, mesh: Mesh) -> int:
-        """Elements on a process once rows are gathered."""
-        return self.count * self.rows * self.columns // (mesh.tp if self.split else 1)
-
-
-def parameter_shapes(
-    model: GPTConfig, *, rows: int, layers: int, first: bool, last: bool
-) -> Iterator[ParameterShape]:
-    """The parameters of some layers of a model, with its ends."""
-    width, head = model.width, model.head_size
-    query, key = model.heads * head, model.groups * head
-    gated = 2 if model.activation == "swiglu" else 1
-    matrix, vector = Role.MATRIX, Role.VECTOR
-    if layers:
-        yield ParameterShape(matrix, query + 2 * key, width, layers, split=True)
-        yield ParameterShape(matrix, width, query, layers, split=True)
-        yield ParameterShape(matrix, gated * model.inner, width, layers, split=True)
-        yield ParameterShape(matrix, width, model.inner, layers, split=True)
-        yield ParameterShape(vector, norm_vectors(model), 1, 2 * layers)
-        if model.bias:
-            yield ParameterShape(vector, gated * model.inner, 1, layers, split=True)
-            yield ParameterShape(vector, width, 1, 2 * layers)
-        if model.has_qkv_bias:
-            yield ParameterShape(vector, query + 2 * key, 1, layers, split=True)
-        if model.qk_norm and model.norm_gain:
-            yield ParameterShape(vector, head, 1, 2 * layers)
-        gates = min(GATE_FEATURES, width)
-        if model.attention_gate:
-            yield ParameterShape(vector, model.heads, gates, layers, split=True)
-        tables = len(model.value_layers) * layers // model.layers
-        if tables:
-            yield ParameterShape(vector, model.groups, gates, tables, split=True)
-            yield ParameterShape(Role.TABLE, rows, key, tables, split=True, in_block=False)
-    if first or (last and model.tie_head):
-        yield ParameterShape(Role.EMBEDDING, rows, width, split=True, in_block=False)
-    if first and model.positions == "learned":
-        yield ParameterShape(Role.EMBEDDING, model.context, width, in_block=False)
-    if first and model.embedding_norm:
-        yield ParameterShape(vector, norm_vectors(model), in_block=False)
-    if last and not model.tie_head:
-        yield ParameterShape(Role.HEAD, rows, width, split=True, in_block=False)
-    if last:
-        yield ParameterShape(vector, norm_vectors(model), in_block=False)
 
 
 @dataclass(frozen=True)
@@ -343,6 +276,10 @@ class _Step:
         if self.last:
             loss = {"logits": self.logits(), "communication": stages + forward}
             yield "loss", {**passing, **loss}
+            # The ends of the model are gathered anew, and copied from the buffer of the collective.
+            again = self.ends_gathered if self.config.parallel.keep in (None, "nothing") else 0.0
+            gather = {"logits": self.head_gradients() / 2, "communication": stages + 2 * again}
+            yield "gather", {**passing, **gather}
             head = {"logits": self.head_gradients(), "communication": stages + forward}
             yield "head", {**passing, **head}
         work, buffers = self.backward_work(), stages + self.exchange()
@@ -534,21 +471,26 @@ class _Step:
         mesh, b = self.mesh, self.computing.itemsize
         if not mesh.shards_rows:
             return 0.0, 0.0
-        ends, block = sum(s.whole(mesh) for s in self.shapes if not s.in_block), self._one_block()
+        block = self._one_block()
         keep = self.config.parallel.keep or ("gradients" if mesh.pp > 1 else "nothing")
-        weights = 4 * ends + b * block * (1 if keep == "nothing" else self.layers)
+        weights = self.ends_gathered + b * block * (1 if keep == "nothing" else self.layers)
         gradients = 4 * block * self.layers if keep == "gradients" else 0.0
         # A block that is gathered ahead, the gradients of one, and what is sent of another.
         return weights + gradients * (self.accumulate > 1), weights + gradients + (
             2 * b + 4
         ) * block
 
+    @property
+    def ends_gathered(self) -> float:
+        """Bytes of gathered embeddings, tables and head, which stay in fp32."""
+        if not self.mesh.shards_rows:
+            return 0.0
+        return sum(4.0 * s.whole(self.mesh) for s in self.shapes if not s.in_block)
+
     def last_gathered(self) -> float:
         """Bytes of what is gathered when the backward pass ends, with a block that is sent."""
-        mesh = self.mesh
-        if not mesh.shards_rows:
-            return 0.0
-        return 4 * sum(s.whole(mesh) for s in self.shapes if not s.in_block) + 4 * self._one_block()
+        sent = 4 * self._one_block() if self.mesh.shards_rows else 0.0
+        return self.ends_gathered + sent
 
     def update_work(self) -> float:
         """Bytes that the optimizer needs while it steps."""
@@ -561,10 +503,11 @@ class _Step:
             if self.computing.compiled and self.mesh.processes == self.mesh.pp:
                 return 14.0 * min(MATRIX_PIECE, matrices)
             equal = [s for s in self.shapes if s.role is Role.MATRIX]
-            largest = max(s.whole(self.mesh) for s in equal)
+            most = max(s.whole(self.mesh) for s in equal)
             ways = self.mesh.processes // self.mesh.pp
-            whole = max(s.whole(self.mesh) / s.count for s in equal) if ways > 1 else 0.0
-            return 24.0 * min(MATRIX_PIECE, largest / ways) + 8.0 * whole
+            each = max(s.whole(self.mesh) / s.count for s in equal)
+            whole = each if ways > 1 else 0.0
+            return 24.0 * min(MATRIX_PIECE, most / ways) + 8.0 * whole
         if optim.type in ("accum-adamw", "accum-adam"):
             largest = max(shape.whole(self.mesh) / shape.count for shape in self.shapes)
             return 8.0 * max(ACCUMULATED_PIECE, largest)
