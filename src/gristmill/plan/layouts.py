@@ -34,6 +34,8 @@ from gristmill.plan.timing import StepPlan, plan_step, planned_batch
 
 RECOMPUTES = ("none", "selective", "full")
 MOST_MICRO = 128
+STEP_OF_MICRO = 1.5
+"""Micro-batches that are nearer to each other than this factor are not all tried."""
 LEAST_PART = 2048
 """Tokens of a part of a sequence below which cp is not tried."""
 HEADROOM = 0.02
@@ -368,7 +370,12 @@ class _Search:
                 return False
             return mesh.pp == 1 or (count >= mesh.pp and not (several and count % mesh.pp))
 
-        return [micro for micro in divisors(own) if micro <= MOST_MICRO and allowed(micro)]
+        sizes = [micro for micro in divisors(own) if micro <= MOST_MICRO and allowed(micro)]
+        kept = sizes[-1:]
+        for micro in reversed(sizes[:-1]):
+            if kept[-1] >= STEP_OF_MICRO * micro:
+                kept.append(micro)
+        return sorted({*kept, *sizes[:1]})
 
 
 def _about(where: object, path: str) -> bool:

@@ -29,11 +29,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from gristmill.base.errors import Problem
 from gristmill.config.model import GPTConfig, Role
-from gristmill.config.optim import KfacConfig, MuonConfig, SoapConfig
+from gristmill.config.optim import KfacConfig, MuonConfig, OptimizerConfig, SoapConfig
 from gristmill.config.parallel import SEVERAL, Mesh
 from gristmill.config.resolve import padded, portions
 from gristmill.config.schema import RunConfig
@@ -242,13 +242,9 @@ class _Step:
     @property
     def _preconditioner(self) -> float:
         optim, share = self.config.optim, self.layers / self.model.layers
-        processes = self.mesh.processes // self.mesh.pp
-        match optim.preconditioning:
-            case KfacConfig() as kfac:
-                return kfac_cost(kfac, self.model.linears(), processes).held * share
-            case SoapConfig():
-                return preconditioner_bytes(optim, self.model.linears()) * share / processes
-        return 0.0
+        if optim.preconditioning is None:
+            return 0.0
+        return share * _preconditioner_held(optim, self.model, self.mesh.processes // self.mesh.pp)
 
     @property
     def gradient_bytes(self) -> float:
@@ -520,3 +516,15 @@ class _Step:
         moving = ("gradients", "activations", "logits", "communication", "workspace")
         outside = CONTEXT + (COLLECTIVES if self.mesh.processes > 1 else 0)
         return int(FRAGMENTED * sum(parts[kind] for kind in moving)) + outside
+
+
+@lru_cache(maxsize=64)
+def _preconditioner_held(optim: OptimizerConfig, model: GPTConfig, processes: int) -> float:
+    """Bytes of a preconditioner on the process that has most, if all layers were there; kept, since
+    it goes through them one by one and a search for layouts asks for it thousands of times."""
+    match optim.preconditioning:
+        case KfacConfig() as kfac:
+            return kfac_cost(kfac, model.linears(), processes).held
+        case SoapConfig():
+            return preconditioner_bytes(optim, model.linears()) / processes
+    return 0.0
