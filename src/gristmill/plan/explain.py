@@ -274,7 +274,7 @@ def _remedy(change: Change | None, source: str) -> str:
     if change is None:
         return "no change of micro-batch, recomputation or sharding fits: choose a smaller model"
     words = " ".join(change.words)
-    return f"with {format_bytes(change.needs)} it fits: gristmill train {source} {words}"
+    return f"this needs {format_bytes(change.needs)}: gristmill train {source} {words}"
 
 
 def described_change(change: Change) -> str:
