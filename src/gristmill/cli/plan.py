@@ -445,12 +445,12 @@ def _in_full(asked: _Asked, layout: LayoutPlan, number: int) -> Iterator[str]:
             yield f"  {_WORDS.get(part, part):<24}{_short(seconds):>10}  {_bar(share)}"
     yield f"  {'together':<24}{_short(layout.step.seconds):>10}"
     cost = asked.cost(layout)
-    money = "" if cost.money is None else f", ${cost.money:,.0f}"
+    money = "" if cost.money is None else f", ${format_count(cost.money)}"
     day = format_count(layout.step.tokens_per_second * 86400)
     yield (
         f"\n{format_count(layout.step.tokens_per_second)} tokens/s, {day} a day, MFU "
         f"{layout.step.mfu:.1%}; to the horizon {_span(cost.seconds)}, "
-        f"{cost.device_hours:,.0f} GPU-hours{money}, {cost.kwh:,.0f} kWh"
+        f"{format_count(cost.device_hours)} GPU-hours{money}, {format_count(cost.kwh)} kWh"
     )
 
 

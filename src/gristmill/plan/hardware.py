@@ -53,7 +53,7 @@ class Rates:
     """What is left of tensor-parallel collectives that run beside their products."""
     hidden_data: float = 0.6
     """The share of the passes behind which collectives of data parallelism can hide."""
-    step: float = 5e-3
+    step: float = 2e-3
     """Seconds of a step that no other part counts: the loop, clipping, the data."""
 
 
