@@ -289,9 +289,15 @@ _MODERN = ("train.sampled_softmax=unset",)
 _GPT2_HF = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257}
 _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 _LLAMA = {
-    **{"model_type": "llama", "num_hidden_layers": 16, "hidden_size": 1024},
-    **{"intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8},
-    **{"vocab_size": 32000, "max_position_embeddings": 1024, "tie_word_embeddings": False},
+    "model_type": "llama",
+    "num_hidden_layers": 16,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
 }
 
 

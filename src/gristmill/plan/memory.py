@@ -142,7 +142,8 @@ class _Step:
         return Computing(
             itemsize=BYTES[config.precision.compute],
             compiled=config.runtime.compiles("cuda" if self.on_gpu else "cpu"),
-            kernels=config.runtime.kernels,
+            # K-FAC reads the inputs of layers, which the kernels never write.
+            kernels=config.runtime.kernels and self._kfac is None,
             on_gpu=self.on_gpu,
             tp=mesh.tp,
             divides_stream=sequence and mesh.tp > 1,
@@ -239,6 +240,19 @@ class _Step:
         kept += sum(optim.state_bytes(s.role) * s.held(self.mesh) for s in self.shapes)
         return kept + self._preconditioner
 
+    @cached_property
+    def _kfac(self) -> KfacConfig | None:
+        settings = self.config.optim.preconditioning
+        return settings if isinstance(settings, KfacConfig) else None
+
+    @cached_property
+    def collected(self) -> float:
+        """Bytes of the sums of second moments that K-FAC collects in some steps."""
+        if self._kfac is None:
+            return 0.0
+        processes, share = self.mesh.processes // self.mesh.pp, self.layers / self.model.layers
+        return kfac_cost(self._kfac, self.model.linears(), processes).collected * share
+
     @property
     def _preconditioner(self) -> float:
         optim, share = self.config.optim, self.layers / self.model.layers
@@ -264,11 +278,13 @@ class _Step:
 
     def moments(self) -> Iterator[tuple[str, Parts]]:
         """Bytes by kind at each moment."""
-        base, gradients = self.base(), self.gradient_bytes
+        base, gradients, collected = self.base(), self.gradient_bytes, self.collected
         before = gradients if self.accumulate > 1 else 0.0
         kept = self.activations() + self.casts()
         stages, (forward, backward) = self.stage_buffers(), self.gathered()
         passing = {**base, "activations": kept, "gradients": before}
+        # The forward pass of the first micro-batch collects what goes into layers only.
+        passing["optimizer"] += collected * (1.0 if self.accumulate > 1 else 0.5)
         if self.last:
             loss = {"logits": self.logits(), "communication": stages + forward}
             yield "loss", {**passing, **loss}
@@ -282,6 +298,7 @@ class _Step:
         start = {"logits": self.waiting_head(), "workspace": work}
         yield "backward", {**passing, **start, "communication": backward + buffers}
         one = self.activations() / max(1, self.layers) / self.in_flight
+        base["optimizer"] += collected
         passing = {**base, "gradients": gradients, "logits": self.waiting_head()}
         end = {"activations": one, "communication": backward + buffers, "workspace": work}
         yield "gradients", {**passing, **end, "logits": self.waiting_head() + self.waiting_tables()}
@@ -493,17 +510,19 @@ class _Step:
         optim, matrices = self.config.optim, self.matrices
         if self.model.lora is not None or self.config.runtime.offload is not None:
             return 0.0
-        if isinstance(optim, MuonConfig) or isinstance(optim.preconditioning, SoapConfig):
+        soap = isinstance(optim.preconditioning, SoapConfig)
+        if isinstance(optim, MuonConfig) or soap:
             # Gradients, momenta, directions and products of as many matrices as fit, or, where
             # nothing is compiled, of equal ones.
-            if self.computing.compiled and self.mesh.processes == self.mesh.pp:
+            if self.computing.compiled and self.mesh.processes == self.mesh.pp and not soap:
                 return 14.0 * min(MATRIX_PIECE, matrices)
             equal = [s for s in self.shapes if s.role is Role.MATRIX]
             most = max(s.whole(self.mesh) for s in equal)
             ways = self.mesh.processes // self.mesh.pp
-            each = max(s.whole(self.mesh) / s.count for s in equal)
-            whole = each if ways > 1 else 0.0
-            return 24.0 * min(MATRIX_PIECE, most / ways) + 8.0 * whole
+            one = max(s.whole(self.mesh) / s.count for s in equal)
+            whole = one if ways > 1 else 0.0
+            each = 62.0 if soap else 24.0
+            return each * min(MATRIX_PIECE, most / ways) + 8.0 * whole
         if optim.type in ("accum-adamw", "accum-adam"):
             largest = max(shape.whole(self.mesh) / shape.count for shape in self.shapes)
             return 8.0 * max(ACCUMULATED_PIECE, largest)
