@@ -160,6 +160,16 @@ def test_a_slower_network_is_slower(run: Path, link: str) -> None:
     assert as_json(*words, "--link", link)["layouts"][0]["seconds"] > fast
 
 
+def test_token_files_say_how_large_the_vocabulary_is(run: Path, tmp_path: Path) -> None:
+    from gristmill.bench.measure import write_random_tokens
+
+    tokens = write_random_tokens(tmp_path / "random", vocabulary=3000)
+    found = as_json(run, f"data.paths={tokens}", "--gpus", 2, "--gpu", "h100-80gb")
+    assert found["notes"] == []
+    words = (run, "model.vocab=3000", "--gpus", 2, "--gpu", "h100-80gb")
+    assert found["layouts"] == as_json(*words)["layouts"]
+
+
 def test_a_model_of_hugging_face_is_planned_from_its_config(run: Path) -> None:
     values = (
         '{model_type="llama",hidden_size=2048,num_hidden_layers=16,num_attention_heads=32,'

@@ -89,6 +89,17 @@ def test_a_faster_network_is_never_slower() -> None:
         assert times == sorted(times, reverse=True)
 
 
+def test_keeping_more_sends_less() -> None:
+    """On a slow link, gathering once in a step is faster than twice in each micro-batch."""
+    slow = replace(H100, between=replace(H100.between, bandwidth=1e9))
+    times = []
+    for keep in ("nothing", "weights", "gradients"):
+        work = replace(WORK, mesh=Mesh(dp_shard=16), micro_batch=1, keep=keep)
+        times.append(time_step(work, slow).parts["data_communication"])
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 5 * times[-1]
+
+
 def test_frozen_weights_save_a_third_of_the_products() -> None:
     frozen = replace(SHAPE, trained=0.0)
     share = step(shape=frozen).parts["products"] / step().parts["products"]

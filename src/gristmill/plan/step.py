@@ -410,47 +410,55 @@ def held_parameters(work: Work) -> float:
 
 def _data(work: Work, hardware: Hardware, forward: float, backward: float) -> float:
     """What a step waits to sum gradients and to gather weights, beyond what is hidden behind the
-    forward and backward passes."""
-    mesh, program, rates = work.mesh, work.program, hardware.rates
-    shape = work.shape
-    inner = mesh.tp
+    forward and backward passes; those are of one micro-batch."""
+    mesh, program = work.mesh, work.program
     sharded, copies = mesh.dp_shard * mesh.cp, mesh.dp_replicate
     if mesh.dp_shard == 1:
-        sharded, copies, inner = 1, mesh.dp_replicate * mesh.cp, mesh.tp
-    if sharded * copies == 1:
-        return 0.0
-    held = held_parameters(work) * (shape.trained if shape.trained < 1 else 1.0)
-    times = work.micro_batches if work.keep == "nothing" and mesh.pp == 1 else 1
-    gathers = 2 * times if work.keep == "nothing" and mesh.pp == 1 else 1
-    reduces = 1 if work.keep == "gradients" or mesh.pp > 1 else work.micro_batches
+        sharded, copies = 1, mesh.dp_replicate * mesh.cp
+    if not program.overlap_data:
+        forward = backward = 0.0
     wait = 0.0
     if sharded > 1:
-        blocks = shape.layers / mesh.pp
-
-        def over_shards(size: float) -> float:
-            return half_reduce(size, group=sharded, stride=inner, hardware=hardware, pieces=blocks)
-
-        gather = over_shards(program.weight_bytes * held)
-        scatter = over_shards(program.gradient_bytes * held)
-        hidden = (forward + backward) * rates.hidden_data if program.overlap_data else 0.0
-        if work.keep == "nothing" and mesh.pp == 1:
-            one = gathers / times * gather + scatter
-            wait += times * _exposed(one, hidden)
-        else:
-            wait += _exposed(gathers * gather + reduces * scatter, hidden)
+        wait += _over_shards(work, hardware, sharded, forward, backward)
     if copies > 1:
-        size = program.gradient_bytes * held / sharded
-        stride = inner * sharded
-        hidden = backward * rates.hidden_data if program.overlap_data else 0.0
-        if sharded > 1:
-            hidden *= 0.5
-        both = all_reduce(size, group=copies, stride=stride, hardware=hardware)
-        if program.divided_optimizer:
-            # Gradients are scattered, weights gathered.
-            ratio = (program.gradient_bytes + program.weight_bytes) / (2 * program.gradient_bytes)
-            both *= ratio
-        wait += _exposed(both, hidden)
+        wait += _over_copies(work, hardware, sharded, copies, backward)
     return wait
+
+
+def _over_shards(
+    work: Work, hardware: Hardware, group: int, forward: float, backward: float
+) -> float:
+    """The waits for weights that are gathered and gradients that are scattered, block by block."""
+    mesh, program, share = work.mesh, work.program, hardware.rates.hidden_data
+    held, blocks = held_parameters(work), work.shape.layers / mesh.pp
+
+    def seconds(size: float) -> float:
+        return half_reduce(size, group=group, stride=mesh.tp, hardware=hardware, pieces=blocks)
+
+    gather = seconds(program.weight_bytes * held)
+    scatter = seconds(program.gradient_bytes * held * work.shape.trained)
+    if work.keep == "gradients" or mesh.pp > 1:
+        return _exposed(gather + scatter, (forward + backward) * share)
+    if work.keep == "weights":
+        once = _exposed(gather, forward * share)
+        return once + work.micro_batches * _exposed(scatter, backward * share)
+    return work.micro_batches * _exposed(2 * gather + scatter, (forward + backward) * share)
+
+
+def _over_copies(
+    work: Work, hardware: Hardware, sharded: int, group: int, backward: float
+) -> float:
+    """The wait for gradients that copies of the model sum, behind the last backward pass."""
+    program = work.program
+    size = program.gradient_bytes * held_parameters(work) * work.shape.trained / sharded
+    stride = work.mesh.tp * sharded
+    seconds = all_reduce(size, group=group, stride=stride, hardware=hardware)
+    if program.divided_optimizer:
+        # Gradients are scattered, weights gathered.
+        seconds *= (program.gradient_bytes + program.weight_bytes) / (2 * program.gradient_bytes)
+    # What shards send has the network first.
+    share = hardware.rates.hidden_data * (0.5 if sharded > 1 else 1.0)
+    return _exposed(seconds, backward * share)
 
 
 def _exposed(seconds: float, hidden: float) -> float:
