@@ -101,11 +101,11 @@ RANKS = [
 # ------------------------------------------------------------------ counting
 
 
-class Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all storages that operations return and nothing has freed yet."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: Any = WeakIdKeyDictionary()
 
@@ -218,7 +218,8 @@ def _two_steps(config: RunConfig, case: Case, counter: Counter) -> int:
     shape = (resolved.micro_batch, resolved.sequence)
     batches = [
         Batch(
-            *(torch.zeros(shape, dtype=torch.int64) for _ in range(2)),
+            torch.zeros(shape, dtype=torch.int64),
+            torch.zeros(shape, dtype=torch.int64),
             None,
             float(shape[0] * shape[1]),
         )
@@ -233,11 +234,8 @@ def _two_steps(config: RunConfig, case: Case, counter: Counter) -> int:
 def planned(case: Case) -> MemoryPlan:
     """The plan of a case that is counted here: on the CPU, with the slices of a GPU."""
     config = config_of(case)
-    slices = {
-        "CPU_SLICE_BYTES": memory_module.SLICE_BYTES,
-        "CPU_SLICE_TOKENS": memory_module.SLICE_TOKENS,
-    }
-    with mock.patch.multiple(memory_module, **slices):
+    whole, least = memory_module.SLICE_BYTES, memory_module.SLICE_TOKENS
+    with mock.patch.multiple(memory_module, CPU_SLICE_BYTES=whole, CPU_SLICE_TOKENS=least):
         return plan_memory(
             config,
             case.mesh,

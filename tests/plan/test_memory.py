@@ -120,7 +120,7 @@ def test_a_model_of_hugging_face_has_the_shape_of_its_config() -> None:
 # ------------------------------------------------------------------ what would fit
 
 
-def situation(*settings: str, mesh: Mesh | None = None, **sizes: int) -> Situation:
+def situation(*settings: str, mesh: Mesh | None = None, **sizes: Any) -> Situation:
     return Situation(run(*settings, **sizes), mesh or Mesh(), VOCAB, "cuda")
 
 

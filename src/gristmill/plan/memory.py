@@ -250,8 +250,7 @@ class _Step:
         """Bytes of the sums of second moments that K-FAC collects in some steps."""
         if self._kfac is None:
             return 0.0
-        processes, share = self.mesh.processes // self.mesh.pp, self.layers / self.model.layers
-        return kfac_cost(self._kfac, self.model.linears(), processes).collected * share
+        return self.layers / self.model.layers * _collected(self._kfac, self.model)
 
     @property
     def _preconditioner(self) -> float:
@@ -295,6 +294,9 @@ class _Step:
             head = {"logits": self.head_gradients(), "communication": stages + forward}
             yield "head", {**passing, **head}
         work, buffers = self.backward_work(), stages + self.exchange()
+        if self.mesh.shards_rows:
+            # Whole gradients of a block take the place of what was kept for them.
+            work = max(work, self.computing.itemsize * self._one_block())
         start = {"logits": self.waiting_head(), "workspace": work}
         yield "backward", {**passing, **start, "communication": backward + buffers}
         one = self.activations() / max(1, self.layers) / self.in_flight
@@ -488,10 +490,8 @@ class _Step:
         keep = self.config.parallel.keep or ("gradients" if mesh.pp > 1 else "nothing")
         weights = self.ends_gathered + b * block * (1 if keep == "nothing" else self.layers)
         gradients = 4 * block * self.layers if keep == "gradients" else 0.0
-        # A block that is gathered ahead, the gradients of one, and what is sent of another.
-        return weights + gradients * (self.accumulate > 1), weights + gradients + (
-            2 * b + 4
-        ) * block
+        # A block that is gathered ahead, and what is sent of another.
+        return weights + gradients * (self.accumulate > 1), weights + gradients + (b + 4) * block
 
     @property
     def ends_gathered(self) -> float:
@@ -535,6 +535,12 @@ class _Step:
         moving = ("gradients", "activations", "logits", "communication", "workspace")
         outside = CONTEXT + (COLLECTIVES if self.mesh.processes > 1 else 0)
         return int(FRAGMENTED * sum(parts[kind] for kind in moving)) + outside
+
+
+@lru_cache(maxsize=64)
+def _collected(kfac: KfacConfig, model: GPTConfig) -> float:
+    """Bytes of the sums that K-FAC collects for all layers, on any number of processes."""
+    return kfac_cost(kfac, model.linears(), 1).collected
 
 
 @lru_cache(maxsize=64)
