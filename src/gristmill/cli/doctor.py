@@ -16,7 +16,10 @@ from gristmill.base.files import write_atomic
 from gristmill.base.locks import FolderLock
 from gristmill.base.process import ProcessInfo, usable_cores
 from gristmill.base.units import format_bytes
+from gristmill.bench.calibrate import slower_than_kind
 from gristmill.distributed.device import Device, select_device
+from gristmill.plan.calibration import read_calibrations
+from gristmill.plan.hardware import open_hardware
 from gristmill.train.environment import version
 
 _EXTRAS = {
@@ -51,6 +54,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("gristmill", version("gristmill") or "not installed as a package")
     yield Finding("torch", torch.__version__)
     yield from _device()
+    yield from _calibration()
     yield from _machine()
     try:
         place = ProcessInfo.current()
@@ -78,6 +82,21 @@ def _device() -> Iterator[Finding]:
     share = f", {100 * rate.flops / peak:.0f} % of its peak" if peak else ""
     what = f"{rate.flops / 1e12:.3g} TFLOP/s in a large {rate.format} matrix product{share}"
     yield Finding("speed", what)
+
+
+def _calibration() -> Iterator[Finding]:
+    """What `plan --calibrate` measured here, beside the table of devices."""
+    for kind, measured in read_calibrations().items():
+        usual = open_hardware(kind).rates.product_share
+        here = measured.rates.get("product_share", usual)
+        what = f"{kind}: large products at {here:.0%} of the peak, {usual:.0%} in the table"
+        slower = slower_than_kind(measured, open_hardware(kind))
+        if not slower or kind == "cpu":  # a laptop's: others are slower or faster by far
+            yield Finding("calibration", what)
+            continue
+        what += f"; slower than its kind: {'; '.join(slower)}"
+        remedy = "compare its clock, power limit and temperature with those of others"
+        yield Finding("calibration", what, False, remedy)
 
 
 def _machine() -> Iterator[Finding]:

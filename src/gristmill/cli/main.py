@@ -73,6 +73,10 @@ VERBS = {
         "train:train",
         "Train a model, or resume the run in the folder.",
     ),
+    "plan": _Verb(
+        "plan:plan",
+        "Will it fit, how fast will it be, what will it cost, and in which layout.",
+    ),
     "translate": _Verb(
         "dialects:translate",
         "Print what the command of another program amounts to: a run file, or a command of ours.",

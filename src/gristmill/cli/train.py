@@ -78,6 +78,14 @@ def train(
             "that crashed, at most N times in all.",
         ),
     ] = 0,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="If the run does not fit into memory, take smaller micro-batches or recompute "
+            "activations, and say so. The batch and seeds stay.",
+        ),
+    ] = False,
     validate_only: Annotated[
         bool,
         typer.Option(
@@ -139,6 +147,7 @@ def train(
                 roll_back(folder, step)
         # As typed, since the run folder keeps it; a supervised process starts no others.
         options = (f"--processes={processes}", *([f"--restarts={restarts}"] if restarts else ()))
+        options += ("--fit",) if fit else ()
         if validate_only:
             chosen = () if start_from is None else (f"--from={start_from}",)
             options = (*options, "--validate-only", *chosen)
@@ -161,7 +170,7 @@ def train(
         from gristmill.train.run import Run
 
         opened = Run(config, translation="" if translated is None else translated.translation.text)
-        outcome = opened.train(fresh=fresh, start_from=start_from, stop=stop)
+        outcome = opened.train(fresh=fresh, start_from=start_from, stop=stop, fit=fit)
     raise typer.Exit(outcome.exit)
 
 

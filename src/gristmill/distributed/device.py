@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import platform
 import re
 import resource
@@ -16,8 +17,10 @@ from functools import cached_property
 import torch
 
 from gristmill.base.errors import UserError
+from gristmill.base.limits import memory_limit
 from gristmill.base.units import format_bytes
 from gristmill.plan.arithmetic import peak_flops
+from gristmill.plan.explain import MeasuredMemory
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,21 @@ class Device:
             return torch.mps.driver_allocated_memory()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else 1024 * peak
+
+    def measured_memory(self, *, processes: int = 1) -> MeasuredMemory | None:
+        """What the device says about its memory; None where nothing is known. A host is shared by
+        `processes` like this one."""
+        if self.kind == "cuda":
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            return MeasuredMemory(
+                total,
+                allocated=torch.cuda.memory_allocated(self.torch_device),
+                peak=torch.cuda.max_memory_allocated(self.torch_device),
+                reserved=torch.cuda.memory_reserved(self.torch_device),
+                free=free,
+            )
+        limit = memory_limit(processes=processes)
+        return None if limit is None else MeasuredMemory(limit, peak=self.memory_peak())
 
     def matrix_rate(self) -> MatrixRate:
         """Time a few large matrix products, in bf16 on CUDA, else fp32, and take the fastest."""
@@ -165,16 +183,34 @@ class MatrixRate:
     """Their number format."""
 
 
+def free_unused(device: Device) -> None:
+    """Give memory back that nothing refers to any more."""
+    gc.collect()
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
-def memory_explained(hint: str) -> Iterator[None]:
-    """Turn an out-of-memory error of the device or of the host into a UserError with advice."""
+def memory_explained(
+    hint: str, explain: Callable[[str], UserError | None] | None = None
+) -> Iterator[None]:
+    """Turn an out-of-memory error of the device or of the host into a UserError with advice.
+    `explain` makes one that says more; the plain one takes its place if it cannot."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         what = _too_little_memory(error)
         if what is None:
             raise
-        raise UserError(what, remedy=hint) from error
+        raise _explained(what, explain) or UserError(what, remedy=hint) from error
+
+
+def _explained(what: str, explain: Callable[[str], UserError | None] | None) -> UserError | None:
+    """What else there is to say. It may need memory too, or meet settings that it does not know:
+    the first error is the one to report."""
+    with contextlib.suppress(Exception):
+        return None if explain is None else explain(what)
+    return None
 
 
 def _too_little_memory(error: Exception) -> str | None:

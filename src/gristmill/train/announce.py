@@ -48,6 +48,8 @@ def announce(run: BuiltRun, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(f"starting from the weights in {run.config.model.initial_weights}")
     for note in run.data.notes:
         tracker.say(note)
+    if run.fit_note is not None:
+        tracker.say(run.fit_note)
     starting = () if resumed.checkpoint is not None else run.notes
     for note in (
         *run.data.warnings,

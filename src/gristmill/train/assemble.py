@@ -49,6 +49,7 @@ from gristmill.train.build import build_strategy, open_run_world
 from gristmill.train.compare import CompareReplicas
 from gristmill.train.health import RunHealth
 from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage, Validate
+from gristmill.train.memory import explainer, fitted, note_of
 from gristmill.train.meter import AHEAD, Meter
 from gristmill.train.task_evaluation import EvaluateTasks
 from gristmill.train.tracker import Tracker
@@ -71,6 +72,8 @@ class BuiltRun:
     """The whole model on the meta device."""
     notes: tuple[str, ...] = ()
     """What the user should know about the weights that the run starts from."""
+    fit_note: str | None = None
+    """What was changed so that the run fits into memory."""
     chat: ChatEncoder | None = None
     """How conversations become ids; None for a run on token files."""
 
@@ -116,22 +119,31 @@ def assemble(
     *,
     saves: bool = False,
     workers: WorkerSet | None = None,
+    fit: bool = False,
 ) -> BuiltRun:
     """Open and build everything, with initial weights loaded. Without `world`, one process.
     `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`:
-    those that take part in a decentralized run, if not all of them."""
+    those that take part in a decentralized run, if not all of them. `fit`: whether the micro-batch
+    and recomputation may be changed so that the run fits into memory."""
     world = world or open_run_world(config)
     control = control or ControlGroup()
     chat = open_chat(config) if config.data.kind == "chat" else None
     data, tokenizer = _open_data(config, folder, chat, shows=saves and control.is_rank0)
     _require_room_for(tokenizer, config)
     resolved = resolve(config, vocab=tokenizer.size, mesh=world.layout)
+    chosen = fitted(config, resolved, world, control) if fit else None
+    fit_note = None
+    if chosen is not None:
+        fit_note = note_of(chosen, config)
+        config = chosen.config
+        resolved = resolve(config, vocab=tokenizer.size, mesh=world.layout)
     size = _model_size(config, resolved, world.layout)
     require_memory(config, size, world)
     if saves:
         require_checkpoint_room(folder.path, size.checkpoint)
     with memory_explained(
-        "the model itself does not fit: shard it with [parallel], or choose a smaller one"
+        "the model itself does not fit: shard it with [parallel], or choose a smaller one",
+        explainer(config, resolved, world, folder.path),
     ):
         strategy = build_strategy(
             config,
@@ -178,6 +190,7 @@ def assemble(
     return BuiltRun(
         *(config, resolved, folder, data, tokenizer, world, state, strategy, control, meta_model),
         notes=started.notes,
+        fit_note=fit_note,
         chat=chat,
     )
 

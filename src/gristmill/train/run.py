@@ -23,12 +23,13 @@ from gristmill.base.process import ProcessInfo, process_began
 from gristmill.config.load import load_run
 from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
-from gristmill.distributed.device import memory_explained
+from gristmill.distributed.device import free_unused, memory_explained
 from gristmill.distributed.liveness.monitor import Monitor
 from gristmill.distributed.liveness.verdict import Limits
 from gristmill.evaluate.results import EvaluationResult
 from gristmill.hub.downloads import settings_folder
 from gristmill.model import Model
+from gristmill.plan.explain import TooLittleMemory
 from gristmill.track.folder import run_folder
 from gristmill.track.metrics import Record, read_metrics
 from gristmill.train.assemble import assemble, build_content_check
@@ -78,12 +79,14 @@ class Run:
         fresh: bool = False,
         start_from: str | None = None,
         stop: StopRequest | None = None,
+        fit: bool = False,
     ) -> Outcome:
         """Train, or resume from the newest checkpoint that is intact. Signals stop it after a step,
         with a checkpoint.
 
         `fresh` moves an existing run aside and starts over; `start_from`, a step or "best", goes
-        back to that checkpoint. `stop` handles signals already; if None, this does.
+        back to that checkpoint. `stop` handles signals already; if None, this does. `fit` lowers
+        the micro-batch, or recomputes activations, if the run does not fit into memory.
         """
         place = ProcessInfo.current()
         mesh = device_mesh(self.config, place)
@@ -92,9 +95,12 @@ class Run:
         elastic = self.config.parallel.elastic and place.world > 1
         claim = FolderClaim(self._folder, fresh=fresh, start_from=start_from)
         with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop:
+            if elastic and fit:
+                what = "--fit is for runs whose processes all stay to the end"
+                raise UserError(what, where="parallel.elastic", remedy="leave out --fit")
             if elastic:
                 return train_elastic(self.config, claim, place, mesh, stop=stop, began=began)
-            return self._train_together(claim, place, mesh, stop=stop, began=began)
+            return self._train_together(claim, place, mesh, stop=stop, began=began, fit=fit)
 
     def _train_together(
         self,
@@ -104,6 +110,7 @@ class Run:
         *,
         stop: StopRequest,
         began: float,
+        fit: bool = False,
     ) -> Outcome:
         """Train with processes that all stay to the end."""
         config, folder = self.config, self._folder
@@ -113,22 +120,29 @@ class Run:
             with claim, memory_explained("free some, or use a machine with more"):
                 control.on_rank0(claim.take)
                 while True:
-                    built = assemble(config, folder, world, control, saves=True)
+                    built = assemble(config, folder, world, control, saves=True, fit=fit)
                     check = build_content_check(built)
                     control.on_all_ranks(check.start)
                     try:
                         training = Training(
-                            built, stop=stop, monitor=monitor, check=check, began=began
+                            built, stop=stop, monitor=monitor, check=check, began=began, fit=fit
                         )
                         outcome = training.to_the_end()
+                    except TooLittleMemory as error:
+                        if not error.retries or error.change is None:
+                            raise
+                        config = error.change.config
+                        del built, training
+                    else:
+                        if outcome.until is None:
+                            break
+                        # The schedule and the order of samples follow from the horizon, so the run
+                        # resumes from what it has just saved.
+                        config = with_horizon(folder, outcome.until)
+                        del built, training
                     finally:
                         check.stop()
-                    if outcome.until is None:
-                        break
-                    # The schedule and the order of samples follow from the horizon, so the run
-                    # resumes from what it has just saved.
-                    config = with_horizon(folder, outcome.until)
-                    del built, training
+                    free_unused(world.device)
         # Not after an error: the other ranks may never answer.
         close_run_world(world)
         return outcome

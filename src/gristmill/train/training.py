@@ -34,6 +34,7 @@ from gristmill.distributed.liveness.heartbeat import Heartbeat
 from gristmill.hub.downloads import settings_folder
 from gristmill.launch.jobs.batch import read_record
 from gristmill.optim.schedule import build_schedule
+from gristmill.plan.explain import TooLittleMemory
 from gristmill.strategies.compiling import CompileClock
 from gristmill.strategies.decentralized.membership import ViewChangedError
 from gristmill.track.account import RunTime, WallAccount, read_run_time
@@ -52,6 +53,7 @@ from gristmill.train.elastic_records import is_saved, is_validated, make_up
 from gristmill.train.health import DivergedError, Rollback, RunHealth
 from gristmill.train.hooks import Hooks, RollbackError
 from gristmill.train.loop import train
+from gristmill.train.memory import explainer, may_fit, note_of
 from gristmill.train.observer import RunObserver
 from gristmill.train.resume import Resumed, resume
 from gristmill.train.stop import StopRequest
@@ -142,8 +144,11 @@ class Training:
         monitor: PeerMonitor,
         check: ContentCheck,
         began: float,
+        fit: bool = False,
     ) -> None:
-        """`began`: when the start of the run began, in seconds since 1970."""
+        """`began`: when the start of the run began, in seconds since 1970. `fit`: whether the run
+        begins again with less memory if its first step runs out."""
+        self.fit, self._first_step = fit, -1
         self.run, self.stop, self.monitor, self.check = run, stop, monitor, check
         if run.config.train.time_limit is not None:
             stop.time_limit = parse_seconds(run.config.train.time_limit)
@@ -222,6 +227,10 @@ class Training:
                 cause = self.monitor.explain(error) or error
                 if isinstance(cause, ViewChangedError):
                     run.state.health = health.state()
+                elif isinstance(cause, TooLittleMemory) and cause.retries:
+                    assert cause.change is not None
+                    note = note_of(cause.change, run.config)
+                    tracker.say(f"the first step ran out of memory; {note}", level="warning")
                 else:
                     self._failed(tracker, str(cause) or type(cause).__name__, rule=_rule(cause))
                 if cause is not error:
@@ -244,6 +253,7 @@ class Training:
                     "raise train.until to train further"
                 )
             return self._ended(finished=True)
+        self._first_step = state.progress.steps
         self.account.begin(state.progress.steps)
         with contextlib.ExitStack() as cleanup:
             writer = CheckpointWriter(
@@ -290,7 +300,7 @@ class Training:
             cleanup.callback(batches.close)
             advice = 'set train.micro_batch lower (and train.batch), or train.recompute = "full"'
             try:
-                with memory_explained(advice):
+                with memory_explained(advice, self.out_of_memory):
                     if continues and state.progress.steps > 0:
                         make_up(run, periodic, validated=validated)
                     finished = train(
@@ -315,6 +325,15 @@ class Training:
         if finished:
             tracker.alert("done", text)
         return replace(self._ended(finished=finished), until=hooks.until)
+
+    def out_of_memory(self, what: str) -> UserError | None:
+        """What is said when the run has run out of memory, and whether it begins again."""
+        run = self.run
+        error = explainer(run.config, run.resolved, run.world, run.folder.path)(what)
+        first = run.state.progress.steps == self._first_step
+        if self.fit and first and run.world.mesh.processes == 1 and error is not None:
+            error.retries = error.change is not None and may_fit(error.change)
+        return error
 
     def _ended(self, *, finished: bool) -> Outcome:
         """The outcome, which the run folder tells from now on."""

@@ -1,0 +1,91 @@
+"""The memory of a run: what is said when it runs out, and the settings that `train --fit` chooses.
+
+    before the run    the plan is compared with what the device has; if it does not fit, the
+                      smallest change that does takes its place
+    in the first step the same once more, if the device ran out although the plan said that it fits
+
+Only the micro-batch and recomputation are changed here: the global batch and seeds stay, so the
+samples and their order do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from gristmill.config.resolve import Resolved
+from gristmill.config.schema import RunConfig
+from gristmill.distributed.control import ControlGroup
+from gristmill.distributed.world import World
+from gristmill.plan.explain import (
+    Change,
+    Situation,
+    TooLittleMemory,
+    available,
+    described_change,
+    explained,
+    smallest_change,
+)
+
+FITTED = "train"
+"""The table whose settings `--fit` may change."""
+
+
+def situation_of(config: RunConfig, resolved: Resolved, world: World) -> Situation:
+    """A run on this process's device."""
+    stage = world.at["pp"] if world.devices is None else None
+    return Situation(config, world.layout, resolved.vocab, world.device.kind, stage)
+
+
+def explainer(
+    config: RunConfig, resolved: Resolved, world: World, folder: Path
+) -> Callable[[str], TooLittleMemory | None]:
+    """What explains that a run ran out of memory."""
+
+    def explain(what: str) -> TooLittleMemory | None:
+        measured = world.device.measured_memory(processes=world.place.local_world or 1)
+        if measured is None:
+            return None
+        situation = situation_of(config, resolved, world)
+        return explained(what, situation, measured, source=str(folder))
+
+    return explain
+
+
+def fitted(
+    config: RunConfig, resolved: Resolved, world: World, control: ControlGroup
+) -> Change | None:
+    """The change with which a run fits the devices of all processes, which decide alike; None if it
+    fits as it is. If only changes of another kind would help, nothing is changed."""
+    measured = world.device.measured_memory(processes=world.place.local_world or 1)
+    known = control.all_gather(0 if measured is None else available(measured))
+    capacity = min(known)
+    if not capacity or world.device.kind in ("meta", "xla"):
+        return None
+    situation = replace(situation_of(config, resolved, world), stage=None)
+    if situation.plan().total <= capacity:
+        return None
+    change = smallest_change(situation, capacity=capacity)
+    return change if change is not None and may_fit(change) else None
+
+
+def may_fit(change: Change) -> bool:
+    """Whether `--fit` may make this change by itself."""
+    return all(table == FITTED for table, _ in change.settings)
+
+
+def note_of(change: Change, config: RunConfig) -> str:
+    """What `--fit` says about its choice."""
+    note = f"--fit: {described_change(change)}; the batch and seeds stay"
+    draws = [
+        name
+        for name, acts in (
+            ("dropout", config.model.drops),
+            ("the sampled softmax", config.train.sampled_softmax is not None),
+        )
+        if acts
+    ]
+    if draws and ("train", "micro_batch") in change.settings:
+        note += f", but {' and '.join(draws)} draw other random numbers"
+    return note
