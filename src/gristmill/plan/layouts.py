@@ -33,9 +33,11 @@ from gristmill.plan.shape import planned_model
 from gristmill.plan.timing import StepPlan, plan_step, planned_batch
 
 RECOMPUTES = ("none", "selective", "full")
-MOST_MICRO = 128
-STEP_OF_MICRO = 1.5
+MOST_MICRO = 64
+FINE, COARSE = 1.5, 2.0
 """Micro-batches that are nearer to each other than this factor are not all tried."""
+MANY = 120
+"""From so many meshes on, micro-batches are tried in coarse steps."""
 LEAST_PART = 2048
 """Tokens of a part of a sequence below which cp is not tried."""
 HEADROOM = 0.02
@@ -129,8 +131,10 @@ def plan_layouts(
     config = with_batch(on_device(config, hardware), gpus)
     search = _Search(config, gpus, hardware, vocab)
     fitting, too_large = [], []
-    for mesh, variant in search.meshes():
-        found = list(search.of_mesh(mesh, variant))
+    meshes = list(search.meshes())
+    step = FINE if len(meshes) < MANY else COARSE
+    for mesh, variant in meshes:
+        found = list(search.of_mesh(mesh, variant, step=step))
         fitting += [layout for layout in found if layout.fits]
         if found and not any(layout.fits for layout in found):
             too_large.append(min(found, key=lambda layout: layout.memory.total))
@@ -332,7 +336,7 @@ class _Search:
         }
         return self.config.model_copy(update={"parallel": parallel.model_copy(update=changes)})
 
-    def of_mesh(self, mesh: Mesh, variant: Variant) -> Iterator[LayoutPlan]:
+    def of_mesh(self, mesh: Mesh, variant: Variant, *, step: float) -> Iterator[LayoutPlan]:
         """A mesh with every micro-batch and recomputation that fits, and the smallest of those that
         do not."""
         config = self.laid_out(mesh, variant)
@@ -344,7 +348,7 @@ class _Search:
                 config = config.model_copy(
                     update={"train": config.train.model_copy(update={"recompute_every": None})}
                 )
-            for micro in self.micro_batches(config, mesh):
+            for micro in self.micro_batches(config, mesh, step=step):
                 layout = plan_layout(
                     config,
                     mesh,
@@ -357,7 +361,7 @@ class _Search:
                 if not layout.fits:
                     break
 
-    def micro_batches(self, config: RunConfig, mesh: Mesh) -> list[int]:
+    def micro_batches(self, config: RunConfig, mesh: Mesh, *, step: float) -> list[int]:
         """Samples at once that divide a process's part of the batch."""
         own = planned_batch(config, mesh, micro_batch=1) // mesh.data
         ramp = config.train.ramp
@@ -373,7 +377,7 @@ class _Search:
         sizes = [micro for micro in divisors(own) if micro <= MOST_MICRO and allowed(micro)]
         kept = sizes[-1:]
         for micro in reversed(sizes[:-1]):
-            if kept[-1] >= STEP_OF_MICRO * micro:
+            if kept[-1] >= step * micro:
                 kept.append(micro)
         return sorted({*kept, *sizes[:1]})
 

@@ -211,14 +211,17 @@ def time_step(work: Work, hardware: Hardware) -> StepPlan:
     parts = {name: parts.get(name, 0.0) for name in PARTS}
     seconds = sum(parts.values())
     amount = work.batch * work.sequence
-    needed = amount * model_flops(shape, work.sequence)
+    needed = amount * model_flops(shape, work.sequence, rows=work.loss_rows)
     peak = hardware.peak(work.precision) * mesh.processes
     return StepPlan(parts, seconds, amount / seconds, needed / seconds / peak)
 
 
-def model_flops(shape: Shape, sequence: int) -> float:
-    """Operations to train on one token, in PaLM's counting."""
-    products = 2 * shape.layers * shape.block * (2 + shape.trained) + 6 * shape.rows * shape.width
+def model_flops(shape: Shape, sequence: int, *, rows: int | None = None) -> float:
+    """Operations to train on one token, in PaLM's counting; `rows` of the head, if not all."""
+    products = (
+        2 * shape.layers * shape.block * (2 + shape.trained)
+        + 6 * (rows or shape.rows) * shape.width
+    )
     return products + 12 * shape.layers * shape.features * sequence * shape.keys
 
 
