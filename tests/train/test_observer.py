@@ -24,15 +24,17 @@ from gristmill.data.loader import Batch, Loader, LoaderEffort
 from gristmill.launch.jobs.batch import JobRecord, write_record
 from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.strategy import StepResult
-from gristmill.track.account import read_run_time
+from gristmill.track.account import PARTS, WallAccount, read_run_time
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import EventRecord, StragglerRecord, SystemRecord, read_metrics
+from gristmill.track.requests import RunRequest
 from gristmill.track.system import SystemSample
 from gristmill.train import observer
-from gristmill.train.hooks import Hooks
+from gristmill.train.compare import CompareReplicas
+from gristmill.train.hooks import Checkpoint, Hooks, Sample, StopOnDamage, Validate
 from gristmill.train.observer import RunObserver, cause_of
-from gristmill.train.requests import Request
 from gristmill.train.run import Run
+from gristmill.train.task_evaluation import EvaluateTasks
 from gristmill.train.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -154,7 +156,7 @@ def ask(config: RunConfig, requests: dict[int, tuple[str, str | None]]) -> int:
         step = self._progress.steps + 1
         if self.control.is_rank0 and step in requests:
             action, until = requests[step]
-            assert self.requests.put(Request(action, until, "the test"))  # type: ignore[arg-type]
+            assert self.requests.put(RunRequest(action, until, "the test"))  # type: ignore[arg-type]
         return real(self)
 
     Hooks.signals = signals  # type: ignore[method-assign]
@@ -348,3 +350,15 @@ def test_a_job_counts_from_its_submission(
     assert found.parts["queue"] == pytest.approx(600)
     assert found.parts["start"] > 29
     assert found.wall > 630
+
+
+@pytest.mark.parametrize(
+    "hook", [StopOnDamage, Validate, Sample, EvaluateTasks, CompareReplicas, Checkpoint]
+)
+def test_the_time_of_every_hook_has_a_name(hook: Any) -> None:
+    """Else it would be counted as something that reports do not know."""
+    account = WallAccount(None, began=time.time())
+    account.phase(hook.phase)
+    time.sleep(0.01)
+    parts = account.parts()
+    assert parts.keys() <= PARTS.keys() and len(parts.keys() - {"start", "compute"}) == 1

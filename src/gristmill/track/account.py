@@ -10,7 +10,7 @@ An attempt begins when a process starts, and each time that a run goes back to a
     first    the step at which it began
     step     the step that it had reached
     parts    seconds spent in each part: exactly one part at any time
-    joules   energy of the GPUs so far, null where they do not tell
+    joules   energy of GPUs and CPUs so far, of those that tell; null if none does
     end      how it ended: done, stopped, failed; null while it runs, and for ever if it was killed
 
 The parts of a step are measured on the device, which works behind the host. Host time that was
@@ -56,7 +56,7 @@ _TRAINED = ("compute", "communication", "optimizer")
 _LOST = (*_TRAINED, "data")
 _EVERY = 10.0
 """Seconds after which the last line is replaced."""
-_PHASES = {"content check": "check", "compare": "check", "end": "save", "step": "steps"}
+_PHASES = {"content check": "check", "comparison": "check", "end": "save", "step": "steps"}
 End = Literal["done", "stopped", "failed"]
 
 
@@ -68,7 +68,7 @@ class WallAccount:
         the job around it, began."""
         self.path, self.began, self.queued = path, began, queued
         self.joules: Callable[[], float | None] = lambda: None
-        """The energy of the GPUs so far."""
+        """The energy of all hosts so far, None if nothing tells."""
         self._parts: dict[str, float] = {"start": max(0.0, time.time() - began)}
         self._steps: dict[str, float] = {}
         """What the device measured."""
@@ -186,7 +186,7 @@ class RunTime:
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of each of `PARTS` that took any; they add up to the wall time."""
     kwh: float | None = None
-    """Energy of the GPUs, as far as they tell."""
+    """Energy of the GPUs and CPUs that tell."""
     attempts: int = 1
     """How often it was started or went back."""
 

@@ -41,9 +41,9 @@ from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.track.account import WallAccount
 from gristmill.track.folder import RunFolder
+from gristmill.track.requests import RequestBox, RunRequest, as_message
 from gristmill.train.health import Rollback, RunHealth
 from gristmill.train.meter import Meter, StepEvent
-from gristmill.train.requests import Request, RequestBox, as_message
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
 from gristmill.train.wall_clock import WallClock
@@ -144,7 +144,7 @@ class Hooks:
         message = self.control.broadcast(as_message(self.requests.take()))
         if message is None:
             return
-        request = Request(**message)
+        request = RunRequest(**message)
         refused = self._refused(request)
         if refused is not None:
             self.tracker.say(f"{request}: {refused}", level="warning")
@@ -159,7 +159,7 @@ class Hooks:
             if request.action == "save" and isinstance(hook, Checkpoint):
                 hook.put_off()
 
-    def _refused(self, request: Request) -> str | None:
+    def _refused(self, request: RunRequest) -> str | None:
         """Why a request cannot be fulfilled; all processes find the same."""
         if request.action == "validate" and all(h.phase != "validation" for h in self.hooks):
             return "this run has no validation"

@@ -37,8 +37,8 @@ from gristmill.distributed.liveness.stragglers import (
 )
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import StragglerRecord
+from gristmill.track.requests import RequestBox, read_requests
 from gristmill.track.system import SystemSample, SystemSampler
-from gristmill.train.requests import RequestBox, read_requests
 from gristmill.train.tracker import Tracker
 
 EVERY = 1.0

@@ -20,12 +20,12 @@ from typing import Any
 from gristmill.base.errors import UserError
 from gristmill.base.files import write_json
 from gristmill.base.units import Duration, timestamp
+from gristmill.track.requests import ACTIONS
 from gristmill.watch.run import WatchedRun
 from gristmill.web.call import Call
 from gristmill.web.fields import Fields
 from gristmill.web.refusals import RefusalError, bad_request, bad_value
 
-ACTIONS = ("stop", "save", "validate", "until")
 MOST_WAITING = 16
 """Requests of a run that may wait to be read."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.train.requests import Request, RequestBox, parse_request, read_requests
+from gristmill.track.requests import RequestBox, RunRequest, parse_request, read_requests
 
 
 def ask(folder: Path, name: str, **what: object) -> None:
@@ -26,9 +26,9 @@ def test_the_oldest_first_and_one_at_a_time(tmp_path: Path) -> None:
     assert sorted(file.name for file in folder.iterdir()) == [".3.json.tmp", "2.json"]
     read_requests(folder, box, refuse=refused.append)
     assert (folder / "2.json").is_file(), "there is no room for it yet"
-    assert box.take() == Request("validate", by="b")
+    assert box.take() == RunRequest("validate", by="b")
     read_requests(folder, box, refuse=refused.append)
-    assert box.take() == Request("save", by="a")
+    assert box.take() == RunRequest("save", by="a")
     assert not refused
 
 
@@ -52,7 +52,7 @@ def test_what_is_no_request_is_refused_and_removed(tmp_path: Path, text: str, wh
     read_requests(folder, box, refuse=refused.append)
     (told,) = refused
     assert why in told and "\n" not in told
-    assert box.take() == Request("stop")
+    assert box.take() == RunRequest("stop")
     assert not list(folder.iterdir())
 
 
@@ -64,9 +64,9 @@ def test_who_asks_cannot_write_lines_of_the_log() -> None:
 def test_others_are_told_of_a_request_once() -> None:
     box = RequestBox()
     assert not box.flag()
-    assert box.put(Request("save")) and not box.put(Request("stop"))
+    assert box.put(RunRequest("save")) and not box.put(RunRequest("stop"))
     assert [box.flag(), box.flag()] == [True, False]
     box.unflag()
     assert box.flag(), "the step in which they were told was taken back"
-    assert box.take() == Request("save")
+    assert box.take() == RunRequest("save")
     assert not box.flag()

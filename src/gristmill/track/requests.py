@@ -20,12 +20,13 @@ from gristmill.base.errors import UserError, on_one_line
 from gristmill.base.units import Duration
 
 Action = Literal["stop", "save", "validate", "until"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
 _LARGEST = 1 << 16
 _LONGEST = 200
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """Something that is asked of a run."""
 
     action: Action
@@ -43,17 +44,17 @@ class Request:
         return f"{self.by} asked {what[self.action]}"
 
 
-def parse_request(text: bytes) -> Request:
+def parse_request(text: bytes) -> RunRequest:
     """The request in a file; a `ValueError` says what is wrong with it."""
     value = json.loads(text)
-    if not isinstance(value, dict) or value.get("action") not in get_args(Action):
-        raise ValueError(f"the action must be one of {', '.join(get_args(Action))}")
+    if not isinstance(value, dict) or value.get("action") not in ACTIONS:
+        raise ValueError(f"the action must be one of {', '.join(ACTIONS)}")
     until, by = value.get("until"), value.get("by", "somebody")
     if value["action"] == "until":
         if not isinstance(until, str) or not Duration.matches(until):
             raise ValueError('`until` must be a horizon such as "20k steps" or "1B tokens"')
         until = str(Duration.parse(until))
-    return Request(value["action"], until, on_one_line(str(by))[:_LONGEST])
+    return RunRequest(value["action"], until, on_one_line(str(by))[:_LONGEST])
 
 
 class RequestBox:
@@ -61,10 +62,10 @@ class RequestBox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._request: Request | None = None
+        self._request: RunRequest | None = None
         self._flagged = False
 
-    def put(self, request: Request) -> bool:
+    def put(self, request: RunRequest) -> bool:
         """Whether there was room for it."""
         with self._lock:
             if self._request is not None:
@@ -85,7 +86,7 @@ class RequestBox:
         with self._lock:
             self._flagged = False
 
-    def take(self) -> Request | None:
+    def take(self) -> RunRequest | None:
         with self._lock:
             request, self._request = self._request, None
             return request
@@ -113,6 +114,6 @@ def read_requests(folder: Path, box: RequestBox, *, refuse: Callable[[str], None
         file.unlink(missing_ok=True)
 
 
-def as_message(request: Request | None) -> dict[str, Any] | None:
+def as_message(request: RunRequest | None) -> dict[str, Any] | None:
     """A request as the control group sends it."""
     return None if request is None else vars(request)
