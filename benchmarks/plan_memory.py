@@ -3,6 +3,7 @@
     python benchmarks/plan_memory.py torch              one process, counted on any machine
     python benchmarks/plan_memory.py ranks              one of 8 to 3,072 processes
     python benchmarks/plan_memory.py recorded           what an H200 measured (benchmarks/results)
+    python benchmarks/plan_memory.py device [CASE …]    on the GPU of this machine, with times
     python benchmarks/plan_memory.py published          layouts of other programs
 
 For the first two, the real model, optimizer and strategy make two steps with tensors that have no
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +35,16 @@ import gristmill.models.loss as loss_module
 import gristmill.plan.memory as memory_module
 from gristmill.base.process import ProcessInfo
 from gristmill.base.units import Progress
+from gristmill.bench.measure import measure_run
 from gristmill.config.load import load_text
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
 from gristmill.data.loader import Batch
+from gristmill.plan.calibration import calibrated, read_calibrations, this_machine
+from gristmill.plan.layouts import on_device
 from gristmill.plan.memory import MemoryPlan, plan_memory
+from gristmill.plan.timing import plan_step
 from gristmill.train.build import build_strategy, open_run_world
 
 VOCAB = 50257
@@ -375,15 +381,88 @@ def compare_recorded() -> list[float]:
     return errors
 
 
+# ------------------------------------------------------------------ on the GPU that is here
+
+
+DEVICE = [
+    Case("124M", "gpt2-small", micro_batch=32),
+    Case("124M, two micro-batches", "gpt2-small", micro_batch=16, accumulate=2),
+    Case("124M, selective", "gpt2-small", (SELECTIVE,), micro_batch=32),
+    Case("124M, full", "gpt2-small", (FULL,), micro_batch=64),
+    Case("124M, not compiled", "gpt2-small", ("runtime.compile=false",), micro_batch=16),
+    Case("124M, fp32", "gpt2-small", ("precision.compute=fp32",), micro_batch=16),
+    Case("124M, swiglu, grouped", "gpt2-small", ("model.activation=swiglu", "model.kv_heads=4")),
+    Case("modern 124M, Muon", "modern-small", micro_batch=16),
+    Case("350M", "gpt2-medium", micro_batch=16),
+    Case("774M", "gpt2-large", micro_batch=8),
+    Case("1.5B", "gpt2-xl", micro_batch=4),
+    Case("1.5B, full", "gpt2-xl", (FULL,), micro_batch=16),
+]
+"""Each with one micro-batch in a step, unless its name says two."""
+
+
+def compare_device(names: Sequence[str], *, steps: int) -> list[float]:
+    """Print planned and measured memory and times of real runs; returns the errors of memory. Times
+    are planned with what `plan --calibrate` found here, if it was run, and with the table."""
+    hardware, _ = this_machine()
+    calibration = read_calibrations().get(hardware.name)
+    here = calibrated(hardware, calibration) if calibration else hardware
+    errors = []
+    print("| run | micro-batch | measured | planned | error | step | calibrated | table |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for case in DEVICE:
+        if names and case.name not in names:
+            continue
+        accumulate = 2 if "two" in case.name else 1
+        words = [
+            f"train.micro_batch={case.micro_batch}",
+            f"train.batch={case.micro_batch * accumulate}",
+            'train.until="1000 steps"',
+            "precision.compute=bf16",
+            *case.settings,
+        ]
+        config = load_text(RUN.format(head=f'preset = "{case.preset}"'), words, place="benchmark")
+        config = on_device(config, hardware)
+        found = measure_run(config, steps=steps, warm_up=4, random_tokens=True)
+        vocab = found.subject.vocabulary
+        kind: Any = {"vocab": vocab, "micro_batch": case.micro_batch}
+        kind["recompute"] = config.train.recompute
+        memory = plan_memory(config, Mesh(), device="cuda", **kind).allocated
+        assert found.speed.memory is not None
+        errors.append(memory / found.speed.memory - 1)
+        planned_ms = [
+            1e3 * plan_step(config, Mesh(), one, **kind).seconds for one in (here, hardware)
+        ]
+        ours = found.speed.milliseconds
+        sizes = f"{found.speed.memory / 2**30:.2f} | {memory / 2**30:.2f} GiB | {errors[-1]:+.1%}"
+        times = " | ".join(f"{ms:.1f} ms ({ms / ours - 1:+.0%})" for ms in planned_ms)
+        print(
+            f"| {case.name} | {case.micro_batch} | {sizes} | {ours:.1f} ms | {times} |", flush=True
+        )
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+    return errors
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["torch", "ranks", "recorded"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=["torch", "ranks", "recorded", "device"])
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help="of `device`; all if none is given"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="of `device`, that are timed")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    match parser.parse_args().what:
+    match options.what:
         case "torch":
             errors = compare_counted(SINGLE)
         case "ranks":
             errors = compare_counted(RANKS)
+        case "device":
+            errors = compare_device(options.cases, steps=options.steps)
         case _:
             errors = compare_recorded()
     within = sum(abs(error) <= 0.05 for error in errors)

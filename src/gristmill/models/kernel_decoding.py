@@ -25,7 +25,7 @@ from gristmill.models.spec import CausalLM, SlotMemory
 
 SPAN = 1024
 """Positions that one program attends to, at least; with a context of 32 times as many, more."""
-CHUNKS = (16, 64, 256)
+CHUNKS = (16, 64, 256, 1024)
 """Numbers of positions of a prompt for which there are graphs."""
 
 
@@ -51,10 +51,14 @@ class KernelDecoder(GPTDecoder):
         self.slots = memory.slots - 1
         self._prompts: dict[int, PromptGraph] = {}
         # A position's bits do not depend on how a prompt is cut.
-        self.chunk, self.grain, self.pause = CHUNKS[-1], 1, 4 * CHUNKS[-1]
+        self.chunk, self.grain, self.pause = CHUNKS[-1], 1, CHUNKS[-1]
         self._span = max(SPAN, self.config.context // 32)
-        # What the device knows of the slots.
         slots = memory.slots
+        groups = memory.keys_LSGCK.shape[2]
+        self._arrived = torch.zeros(
+            max(slots, CHUNKS[-1]) * groups, dtype=torch.int32, device=self.device
+        )
+        # What the device knows of the slots.
         self.tokens_S = torch.zeros(slots, dtype=torch.int32, device=self.device)
         self.lengths_S = torch.zeros(slots, dtype=torch.int32, device=self.device)
 
@@ -137,6 +141,7 @@ class KernelDecoder(GPTDecoder):
             rows.places_R,
             shape,
             span=self._span,
+            arrived=self._arrived,
             rotary=self._rotary,
             together=rows.together,
         )

@@ -68,7 +68,8 @@ def decode(dtype: torch.dtype, **settings: Any) -> None:
     memory = model.slot_memory(3, 1500, dtype=dtype)  # two spans
     decoder = KernelDecoder(model, memory, capacity=1500, dtype=dtype)
     rows = zeros(3, 2, dtype=torch.int32)
-    decoder.hidden(*rows, together=True)
+    for many in (rows, zeros(3, 40, dtype=torch.int32), zeros(3, 80, dtype=torch.int32)):
+        decoder.hidden(*many, together=True)
     decoder.logits(decoder.hidden(*rows))
     decoder.next_logits(rows[0])
 

@@ -170,6 +170,27 @@ def test_a_product_has_the_same_bits_among_any_number_of_rows(activation: str | 
         assert torch.equal(some_RN, whole_RN[:count])
 
 
+# Triton's interpreter multiplies no bf16.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16][: 1 + ON_GPU], ids=str)
+@pytest.mark.parametrize("activation", [None, "swiglu"], ids=str)
+def test_many_rows_have_the_same_bits_as_few(activation: str | None, dtype: torch.dtype) -> None:
+    """Tensor cores have other instructions for many rows."""
+    draw = torch.Generator().manual_seed(0)
+    rows, inputs, outputs = (1100, 2304, 4096) if ON_GPU else (70, 70, 36)
+    x_RK = torch.randn(rows, inputs, generator=draw).to(DEVICE, dtype)
+    weight_NK = torch.randn(outputs, inputs, generator=draw).to(DEVICE, dtype)
+    bias_N = torch.randn(outputs, generator=draw).to(DEVICE, dtype)
+    whole_RN = kernels.linear(x_RK, weight_NK, bias_N, activation=activation)
+    whole = kernels.product(x_RK, weight_NK, None)
+    exact_RN = x_RK.double() @ weight_NK.double().T
+    assert torch.allclose(whole.parts_PRN.sum(0).double(), exact_RN, atol=1e-3, rtol=1e-3)
+    for count in (1, 20, 33, 65):
+        some_RN = kernels.linear(x_RK[:count], weight_NK, bias_N, activation=activation)
+        assert torch.equal(some_RN, whole_RN[:count])
+        some = kernels.product(x_RK[:count], weight_NK, None)
+        assert torch.equal(some.parts_PRN, whole.parts_PRN[:, :count])
+
+
 def test_what_is_added_to_the_residual_stream() -> None:
     draw = torch.Generator().manual_seed(0)
     x_RD = torch.randn(5, 48, generator=draw).to(DEVICE)
@@ -198,12 +219,14 @@ def test_attention_over_several_spans(window: int | None) -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw).to(DEVICE)
 
-    keys, values = random(2, groups, capacity, width), random(2, groups, capacity, width)
+    keys, values = random(3, groups, capacity, width), random(3, groups, capacity, width)
     qkv = random(3, (heads + 2 * groups) * width)
-    slots = torch.tensor([0, 1, 1], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
     places = torch.tensor([599, 0, 300], dtype=torch.int32, device=DEVICE)
     shape = AttentionShape(0, heads, 0.25, window, None)
-    got = attend(qkv, keys, values, slots, places, shape, span=span)
+    arrived = torch.zeros(3 * groups, dtype=torch.int32, device=DEVICE)
+    got = attend(qkv, keys, values, slots, places, shape, span=span, arrived=arrived)
+    assert not arrived.any()
     for row, (slot, place) in enumerate(zip(slots.tolist(), places.tolist(), strict=True)):
         query = qkv[row, : heads * width].view(heads, 1, width).double()
         first = 0 if window is None else max(0, place + 1 - window)
@@ -225,5 +248,5 @@ def test_kernels_compile_for_a_gpu() -> None:
         [sys.executable, program, "90"], env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    kernels = "_append _attend _combine _draw _embed _linear _norm _survey"
+    kernels = "_append _attend _draw _embed _linear _linear_of_many _norm _survey"
     assert ended.stdout.split() == kernels.split()

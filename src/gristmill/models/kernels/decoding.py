@@ -32,9 +32,13 @@ from gristmill.models.decoding import Norm
 
 WIDE_OUTPUTS = 16384
 """With more outputs than this, such as a head has, there is enough to do for a whole GPU."""
-FETCHED = 16 * 2**20
-"""Bytes of a matrix up to which it is brought into the cache while the kernel before it still runs.
-Of a larger one, programs would drive out what others have fetched."""
+FEW_ROWS = 32
+"""With more rows than this, products take longer than reading weights."""
+MANY_OUTPUTS = 4096
+"""With more outputs than this, wider tiles occupy it just as well."""
+FETCHED = 6 * 2**20
+"""Bytes of a matrix that are brought into the cache while the kernel before it still runs: with
+more, reading the rest waits behind them."""
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swiglu": 5}
 
 
@@ -270,21 +274,22 @@ def _linear(
     x, w, bias, out, R, x_stride,
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     CUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, SIZE: tl.constexpr, FETCH: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, SIZE: tl.constexpr, FETCHED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The inputs are cut into CUT pieces, of which a program sums one, in PARTS."""
+    """The inputs are cut into CUT pieces, of which a program sums one, in PARTS. FETCHED of them
+    are fetched ahead."""
     PART: tl.constexpr = (K + CUT * PARTS - 1) // (CUT * PARTS)
     GATED: tl.constexpr = ACTIVATION == 5
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     piece = tl.program_id(2)
     part = piece * PARTS + tl.arange(0, PARTS)
-    if EARLY and FETCH:
+    if EARLY and FETCHED:
         begin = w + piece * PARTS * PART
-        _fetch(begin, tl.program_id(0) * COLUMNS, N, COLUMNS, K, K // CUT, SIZE)
+        _fetch(begin, tl.program_id(0) * COLUMNS, N, COLUMNS, K, FETCHED, SIZE)
         if GATED:
-            _fetch(begin + N * K, tl.program_id(0) * COLUMNS, N, COLUMNS, K, K // CUT, SIZE)
+            _fetch(begin + N * K, tl.program_id(0) * COLUMNS, N, COLUMNS, K, FETCHED, SIZE)
     bias_y = tl.zeros((COLUMNS,), tl.float32)
     bias_up = tl.zeros((COLUMNS,), tl.float32)
     if BIAS:
@@ -308,10 +313,60 @@ def _linear(
             up_tile = _weights(w + N * K, column, part, first, N, K, PART, DEPTH)
             gates = tl.dot(x_tile, up_tile, gates, input_precision="ieee")
     y = tl.sum(sums, axis=0) + bias_y[None, :]
-    if GATED:
-        y = y / (1.0 + tl.exp(-y)) * (tl.sum(gates, axis=0) + bias_up[None, :])
-    else:
-        y = _activated(y, ACTIVATION)
+    up = tl.sum(gates, axis=0) + bias_up[None, :]
+    _finish(y, up, out, piece, row, column, R, N, ACTIVATION)
+
+
+@triton.jit
+def _linear_of_many(
+    x, w, bias, out, R, x_stride,
+    N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    CUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`_linear` for so many rows that products take the time: one part after the other, each by
+    the largest instructions that tensor cores have."""
+    PART: tl.constexpr = (K + CUT * PARTS - 1) // (CUT * PARTS)
+    GATED: tl.constexpr = ACTIVATION == 5
+    # Programs next to each other have the same weights.
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    piece = tl.program_id(2)
+    wait_for_input(EARLY)
+    y = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for part in tl.static_range(PARTS):
+        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+        gates = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in tl.range(0, PART, DEPTH, num_stages=STAGES):
+            depth = first + tl.arange(0, DEPTH)
+            k = (piece * PARTS + part) * PART + depth
+            there = (k < K) & (depth < PART)
+            x_tile = tl.load(
+                x + row[:, None].to(tl.int64) * x_stride + k[None, :],
+                mask=there[None, :] & (row < R)[:, None],
+                other=0.0,
+            )
+            at = w + column[None, :].to(tl.int64) * K + k[:, None]
+            mask = there[:, None] & (column < N)[None, :]
+            sums = tl.dot(x_tile, tl.load(at, mask=mask, other=0.0), sums)
+            if GATED:
+                gates = tl.dot(x_tile, tl.load(at + N * K, mask=mask, other=0.0), gates)
+        y += sums
+        up += gates
+    if BIAS:
+        y += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + N + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    _finish(y, up, out, piece, row, column, R, N, ACTIVATION)
+
+
+@triton.jit
+def _finish(
+    y, up, out, piece, row, column, R, N: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Store what a product gives."""
+    y = y / (1.0 + tl.exp(-y)) * up if ACTIVATION == 5 else _activated(y, ACTIVATION)
     inside = (row < R)[:, None] & (column < N)[None, :]
     at = (piece * R + row)[:, None].to(tl.int64) * N + column[None, :]
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
@@ -323,7 +378,7 @@ class Tiles(NamedTuple):
     parts: int
     """Parts of the inputs, summed by themselves; the same for any number of rows, since it
     decides the order of sums. All else may depend on them: tensor cores sum in the same order
-    whatever the tile is; other units do not."""
+    whatever the tile and the instruction are; other units do not."""
     rows: int
     columns: int
     depth: int
@@ -333,17 +388,24 @@ class Tiles(NamedTuple):
     warps: int
 
 
-def tiles(rows: int, outputs: int, dtype: torch.dtype, *, pieces: int) -> Tiles:
+def tiles(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, pieces: int) -> Tiles:
     """Small ones, to occupy the GPU, and larger ones where there are many rows or outputs."""
     if dtype == torch.float32:
         return Tiles(4, 16, 32, 32, 2, 4)
-    parts = 1 if pieces > 1 or outputs > WIDE_OUTPUTS else 2
-    if rows > 32:
-        return Tiles(parts, 64, 64, 64, 3, 4)
+    many = outputs > MANY_OUTPUTS
+    parts = 2 if not many and (pieces == 1 or inputs // pieces > 1024) else 1
+    if rows > FEW_ROWS:
+        if rows <= 64:
+            return Tiles(parts, 64, 64, 64, 4, 4)
+        if inputs <= 1024:
+            return Tiles(parts, 64, 128, 64, 3, 4)
+        return Tiles(parts, 128, 128, 64, 3, 8)
     few = 16 if rows <= 16 else 32
     if outputs > WIDE_OUTPUTS:
-        return Tiles(parts, few, 128, 64, 3, 4)
-    return Tiles(parts, few, 16, 64, 3, 2)
+        return Tiles(parts, few, 128, 64 if inputs <= 1024 else 128, 3, 4)
+    if many:
+        return Tiles(parts, few, 32, 128, 3 if few == 16 else 5, 2)
+    return Tiles(parts, few, 16, 128 if inputs // (pieces * parts) >= 1024 else 64, 3, 2)
 
 
 def linear(
@@ -382,28 +444,29 @@ def _multiplied(
     activation: str | None,
 ) -> torch.Tensor:
     (rows, inputs), (pieces, _, outputs) = x_RK.shape, out_PRN.shape
-    chosen = tiles(rows, outputs, x_RK.dtype, pieces=pieces)
+    chosen = tiles(rows, outputs, inputs, x_RK.dtype, pieces=pieces)
     assert x_RK.stride(1) == 1 and weight_NK.is_contiguous()
-    _linear[triton.cdiv(outputs, chosen.columns), triton.cdiv(rows, chosen.rows), pieces](
-        x_RK,
-        weight_NK,
-        bias_N,
-        out_PRN,
-        rows,
-        x_RK.stride(0),
-        N=outputs,
-        K=inputs,
-        ACTIVATION=ACTIVATIONS[activation],
-        BIAS=bias_N is not None,
-        CUT=pieces,
-        ROWS=chosen.rows,
-        COLUMNS=chosen.columns,
-        PARTS=chosen.parts,
-        DEPTH=chosen.depth,
-        STAGES=chosen.stages,
-        SIZE=x_RK.element_size(),
-        FETCH=weight_NK.nbytes <= FETCHED,
-        num_warps=chosen.warps,
+    columns_and_rows = triton.cdiv(outputs, chosen.columns), triton.cdiv(rows, chosen.rows)
+    given = x_RK, weight_NK, bias_N, out_PRN, rows, x_RK.stride(0)
+    kind = {
+        "N": outputs,
+        "K": inputs,
+        "ACTIVATION": ACTIVATIONS[activation],
+        "BIAS": bias_N is not None,
+        "CUT": pieces,
+        "ROWS": chosen.rows,
+        "COLUMNS": chosen.columns,
+        "PARTS": chosen.parts,
+        "DEPTH": chosen.depth,
+        "STAGES": chosen.stages,
+        "num_warps": chosen.warps,
         **launched(x_RK.device),
-    )
+    }
+    if rows > FEW_ROWS and x_RK.dtype != torch.float32:
+        _linear_of_many[(*columns_and_rows[::-1], pieces)](*given, **kind)
+    else:
+        fetched = min(inputs // pieces, FETCHED // weight_NK[:, :pieces].nbytes)
+        _linear[(*columns_and_rows, pieces)](
+            *given, **kind, SIZE=x_RK.element_size(), FETCHED=fetched
+        )
     return out_PRN

@@ -2,10 +2,10 @@
 
     append    stores the keys and values of positions that others of the same pass attend to
     attend    normalises and rotates query and key, appends key and value, attends
-    combine   the sum over the spans of a long sequence
 
-Spans of a sequence have a fixed length, so a row is computed in the same way whatever other rows
-there are. The kernels are launched as those of `decoding.py` are.
+A long sequence is read by several programs, of which the last one adds up what they found. Their
+spans have a fixed length and are added in their order, so a row is computed in the same way
+whatever other rows there are. The kernels are launched as those of `decoding.py` are.
 
 Shapes: R rows, H query heads, G key and value heads, D head width, S slots, C capacity of a slot.
 """
@@ -19,8 +19,9 @@ import triton.language as tl
 from gristmill.models.decoding import AttentionShape
 from gristmill.models.kernels.decoding import launched, wait_for_input
 
-TILE = 128
-"""Positions whose keys and values are read at once."""
+READ = {"alone": 8 * 1024, "grouped": 16 * 1024}
+"""Bytes of keys that a program reads at once, for one query head of each key head and for several.
+"""
 
 
 @triton.jit
@@ -75,7 +76,8 @@ def _attended(asked, key, value, place, start, known, sums, peaks, weights):
 
 @triton.jit
 def _attend(
-    qkv, keys, values, slots, places, cosine, sine, query_gain, key_gain, out, peaks, weights,
+    qkv, keys, values, slots, places, cosine, sine, query_gain, key_gain, out, totals, peaks,
+    weights, arrived,
     qkv_stride, slot_stride, group_stride, capacity, scale, window, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr,
     NORM: tl.constexpr, GAIN: tl.constexpr, WINDOW: tl.constexpr, SPANS: tl.constexpr,
@@ -96,6 +98,8 @@ def _attend(
         start = tl.maximum(0, position + 1 - window)
     first = span * SPAN
     last = tl.minimum(first + SPAN, tl.minimum(position + 1, capacity))
+    if last <= tl.maximum(first, start):
+        return
     known = tl.minimum(last, position)
     begin = tl.maximum(first, start // TILE * TILE)
     head = group * EACH + tl.arange(0, QUERIES)[:, None]
@@ -104,108 +108,122 @@ def _attend(
     lane = tl.arange(0, TILE)[:, None]
     inside = feature < D
     cache = slot * slot_stride + group * group_stride
-    if EACH == 1:
-        if not APPEND:
-            wait_for_input(EARLY)
-        at = cache + (begin + lane) * D + feature
-        there = (begin + lane < known) & inside
-        key = tl.load(keys + at, mask=there, other=0.0)
-        value = tl.load(values + at, mask=there, other=0.0)
-        if APPEND:
-            wait_for_input(EARLY)
-    else:
+    if not APPEND:
         wait_for_input(EARLY)
-    total = tl.zeros((QUERIES, WIDE), tl.float32)
-    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
-    weight = tl.zeros((QUERIES,), tl.float32)
-    if last > tl.maximum(first, start):
-        here = qkv + row * qkv_stride
-        query = _rotated(
-            here, head * D, feature, query_gain, cosine, sine, position, eps,
-            D, ROTATED, NORM, GAIN, query_in & inside,
+    at = cache + (begin + lane) * D + feature
+    there = (begin + lane < known) & inside
+    key = tl.load(keys + at, mask=there, other=0.0)
+    value = tl.load(values + at, mask=there, other=0.0)
+    if APPEND:
+        wait_for_input(EARLY)
+    here = qkv + row * qkv_stride
+    query = _rotated(
+        here, head * D, feature, query_gain, cosine, sine, position, eps,
+        D, ROTATED, NORM, GAIN, query_in & inside,
+    )  # fmt: skip
+    at_position = position + 0 * feature
+    mine = inside & (at_position >= first) & (at_position < last)
+    at_new = cache + at_position * D + feature
+    if APPEND:
+        own_key = _rotated(
+            here, HEADS * D + group * D, feature, key_gain, cosine, sine, position, eps,
+            D, ROTATED, NORM, GAIN, inside,
         )  # fmt: skip
-        at_position = position + 0 * feature
-        mine = inside & (at_position >= first) & (at_position < last)
-        at_new = cache + at_position * D + feature
-        if APPEND:
-            new_key = _rotated(
-                here, HEADS * D + group * D, feature, key_gain, cosine, sine, position, eps,
-                D, ROTATED, NORM, GAIN, inside,
-            )  # fmt: skip
-            new_value = tl.load(
-                here + (HEADS + GROUPS) * D + group * D + feature, mask=inside, other=0.0
-            )
-            tl.store(keys + at_new, new_key, mask=mine)
-            tl.store(values + at_new, new_value, mask=mine)
-        if EACH == 1:
-            # One query for each key: every lane has positions of its own, with their own peak and
-            # sums, and all come together at the end, with the row's own position. A product by
-            # tensor cores would be 15 parts of 16 for nothing, and each tile would wait for the
-            # one before it.
-            asked = query.to(tl.float32) * scale
-            if APPEND:
-                own_key, own_value = new_key, new_value
-            else:
-                own_key = tl.load(keys + at_new, mask=mine, other=0.0)
-                own_value = tl.load(values + at_new, mask=mine, other=0.0)
-            sums = tl.zeros((TILE, WIDE), tl.float32)
-            peaks_of = tl.full((TILE, 1), float("-inf"), tl.float32)
-            weights_of = tl.zeros((TILE, 1), tl.float32)
-            sums, peaks_of, weights_of = _attended(
-                asked, key, value, begin + lane, start, known, sums, peaks_of, weights_of
-            )
-            for tile in range(begin + TILE, known, TILE):
-                at = cache + (tile + lane) * D + feature
-                there = (tile + lane < known) & inside
-                key = tl.load(keys + at, mask=there, other=0.0)
-                value = tl.load(values + at, mask=there, other=0.0)
-                sums, peaks_of, weights_of = _attended(
-                    asked, key, value, tile + lane, start, known, sums, peaks_of, weights_of
-                )
-            own = tl.sum(own_key.to(tl.float32) * asked, axis=1, keep_dims=True)
-            own = tl.where((position >= first) & (position < last), own, float("-inf"))
-            highest = tl.maximum(tl.max(peaks_of, axis=0, keep_dims=True), own)
-            shrinks = tl.exp(peaks_of - highest)
-            chance_of_own = tl.exp(own - highest)
-            total = tl.sum(sums * shrinks, axis=0, keep_dims=True)
-            total += chance_of_own * own_value.to(tl.float32)
-            weight_of_all = tl.sum(weights_of * shrinks, axis=0, keep_dims=True) + chance_of_own
-            weight = tl.reshape(weight_of_all, (1,))
-            peak = tl.reshape(highest, (1,))
-        else:
-            if not APPEND:
-                known = last
-            for tile in range(begin, last, TILE):
-                place = tile + lane
-                there = (place < known) & inside
-                at = cache + place * D + feature
-                key = tl.load(keys + at, mask=there, other=0.0)
-                value = tl.load(values + at, mask=there, other=0.0)
-                if APPEND:
-                    key = tl.where(place == position, new_key, key)
-                    value = tl.where(place == position, new_value, value)
-                scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-                seen = tile + tl.arange(0, TILE)[None, :]
-                scores = tl.where((seen < last) & (seen >= start), scores, float("-inf"))
-                new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-                # A tile may hold nothing that is seen.
-                safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                chances = tl.exp(scores - safe[:, None])
-                shrink = tl.exp(peak - safe)
-                total = total * shrink[:, None] + tl.dot(
-                    chances.to(value.dtype), value, input_precision="ieee"
-                )
-                weight = weight * shrink + tl.sum(chances, axis=1)
-                peak = new_peak
-    at_head = row * HEADS + head
-    if SPANS == 1:
-        y = total / weight[:, None]
-        tl.store(out + at_head * D + feature, y.to(out.dtype.element_ty), mask=query_in & inside)
+        own_value = tl.load(
+            here + (HEADS + GROUPS) * D + group * D + feature, mask=inside, other=0.0
+        )
+        tl.store(keys + at_new, own_key, mask=mine)
+        tl.store(values + at_new, own_value, mask=mine)
     else:
-        at_span = at_head * SPANS + span
-        tl.store(out + at_span * D + feature, total, mask=query_in & inside)
-        tl.store(peaks + at_span, peak[:, None], mask=query_in)
-        tl.store(weights + at_span, weight[:, None], mask=query_in)
+        own_key = tl.load(keys + at_new, mask=mine, other=0.0)
+        own_value = tl.load(values + at_new, mask=mine, other=0.0)
+    # The row's own position is taken by itself.
+    asked = query.to(tl.float32) * scale
+    own = tl.sum(own_key.to(tl.float32) * asked, axis=1, keep_dims=True)
+    own = tl.where((position >= first) & (position < last), own, float("-inf"))
+    if EACH == 1:
+        # One query for each key: every lane has positions of its own, with their own peak and
+        # sums, and all come together at the end. A product by tensor cores would be 15 parts of 16
+        # for nothing, and each tile would wait for the one before it.
+        sums = tl.zeros((TILE, WIDE), tl.float32)
+        peaks_of = tl.full((TILE, 1), float("-inf"), tl.float32)
+        weights_of = tl.zeros((TILE, 1), tl.float32)
+        sums, peaks_of, weights_of = _attended(
+            asked, key, value, begin + lane, start, known, sums, peaks_of, weights_of
+        )
+        for tile in range(begin + TILE, known, TILE):
+            at = cache + (tile + lane) * D + feature
+            there = (tile + lane < known) & inside
+            key = tl.load(keys + at, mask=there, other=0.0)
+            value = tl.load(values + at, mask=there, other=0.0)
+            sums, peaks_of, weights_of = _attended(
+                asked, key, value, tile + lane, start, known, sums, peaks_of, weights_of
+            )
+        peak = tl.maximum(tl.max(peaks_of, axis=0, keep_dims=True), own)
+        shrinks = tl.exp(peaks_of - peak)
+        total = tl.sum(sums * shrinks, axis=0, keep_dims=True)
+        total += tl.exp(own - peak) * own_value.to(tl.float32)
+        weight = tl.sum(weights_of * shrinks, axis=0, keep_dims=True) + tl.exp(own - peak)
+    else:
+        peak = own
+        weight = tl.where(own == float("-inf"), 0.0, 1.0)
+        total = weight * own_value.to(tl.float32)
+        for tile in range(begin, known, TILE):
+            # The next tile is read while this one is computed.
+            at = cache + (tile + TILE + lane) * D + feature
+            there = (tile + TILE + lane < known) & inside
+            next_key = tl.load(keys + at, mask=there, other=0.0)
+            next_value = tl.load(values + at, mask=there, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+            place = tile + tl.arange(0, TILE)[None, :]
+            scores = tl.where((place < known) & (place >= start), scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, axis=1, keep_dims=True))
+            # A tile may hold nothing that is seen.
+            safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            chances, shrink = tl.exp(scores - safe), tl.exp(peak - safe)
+            total = total * shrink + tl.dot(chances.to(value.dtype), value, input_precision="ieee")
+            weight = weight * shrink + tl.sum(chances, axis=1, keep_dims=True)
+            peak, key, value = new_peak, next_key, next_value
+    at_head = row * HEADS + head
+    if SPANS > 1:
+        first_span = start // SPAN
+        last_span = tl.minimum(position, capacity - 1) // SPAN
+        if first_span < last_span:
+            # Whoever comes last adds up the spans, in their order.
+            at_span = at_head * SPANS + span
+            tl.store(totals + at_span * D + feature, total, mask=query_in & inside)
+            tl.store(peaks + at_span, peak, mask=query_in)
+            tl.store(weights + at_span, weight, mask=query_in)
+            tl.debug_barrier()  # all of it is there before this program is counted
+            counted = arrived + row * GROUPS + group
+            if tl.atomic_add(counted, 1, sem="acq_rel") < last_span - first_span:
+                return
+            tl.store(counted, 0)
+            total = tl.zeros((QUERIES, WIDE), tl.float32)
+            peak = tl.full((QUERIES, 1), float("-inf"), tl.float32)
+            weight = tl.zeros((QUERIES, 1), tl.float32)
+            # Unrolled, so that all of them are read at once.
+            for number in tl.static_range(SPANS):
+                other = number + 0 * head
+                at_span = at_head * SPANS + other
+                used = query_in & (other >= first_span) & (other <= last_span)
+                # Not from a cache that others do not write to.
+                its_total = tl.load(
+                    totals + at_span * D + feature, mask=used & inside, other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                its_peak = tl.load(
+                    peaks + at_span, mask=used, other=float("-inf"), cache_modifier=".cg"
+                )
+                its_weight = tl.load(weights + at_span, mask=used, other=0.0, cache_modifier=".cg")
+                new_peak = tl.maximum(peak, its_peak)
+                safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                old, new = tl.exp(peak - safe), tl.exp(its_peak - safe)
+                total = total * old + its_total * new
+                weight = weight * old + its_weight * new
+                peak = new_peak
+    y = total / weight
+    tl.store(out + at_head * D + feature, y.to(out.dtype.element_ty), mask=query_in & inside)
 
 
 @triton.jit
@@ -234,38 +252,6 @@ def _append(
     tl.store(values + at, value, mask=inside & (position + 0 * feature < capacity))
 
 
-@triton.jit
-def _combine(
-    totals, peaks, weights, places, out,
-    HEADS: tl.constexpr, D: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    WIDE: tl.constexpr = triton.next_power_of_2(D)
-    row, head = tl.program_id(0), tl.program_id(1)
-    wait_for_input(EARLY)
-    position = tl.load(places + row)
-    used = tl.minimum(position // SPAN + 1, SPANS)
-    feature = tl.arange(0, WIDE)
-    inside = feature < D
-    at_head = row * HEADS + head
-    total = tl.zeros((WIDE,), tl.float32)
-    peak = float("-inf")
-    weight = 0.0
-    for span in range(used):
-        at = at_head * SPANS + span
-        its_weight = tl.load(weights + at)
-        its_peak = tl.load(peaks + at)
-        new_peak = tl.maximum(peak, its_peak)
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        mine, other = tl.exp(peak - safe), tl.exp(its_peak - safe)
-        its_total = tl.load(totals + at * D + feature, mask=inside, other=0.0)
-        total = total * mine + its_total * other
-        weight = weight * mine + its_weight * other
-        peak = new_peak
-    y = total / weight
-    tl.store(out + at_head * D + feature, y.to(out.dtype.element_ty), mask=inside)
-
-
 def attend(
     qkv_RN: torch.Tensor,
     keys_SGCD: torch.Tensor,
@@ -275,14 +261,17 @@ def attend(
     shape: AttentionShape,
     *,
     span: int,
+    arrived: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     together: bool = False,
 ) -> torch.Tensor:
     """Append these positions of these slots, and let each attend to all before it and itself: (R,
-    heads x width). `span`: positions that one program reads. `together`: several rows may be of one
-    slot, so all are appended before any attends."""
+    heads x width). `span`: positions that one program reads. `arrived`: a zero for each row and key
+    head, and zeros again afterwards. `together`: several rows may be of one slot, so all are
+    appended before any attends."""
     _, heads, scale, window, norm = shape
     rows, (_, groups, capacity, width) = len(slots_R), keys_SGCD.shape
+    assert len(arrived) >= rows * groups
     assert keys_SGCD.stride(2) == width and keys_SGCD.stride() == values_SGCD.stride()
     device, spans = qkv_RN.device, triton.cdiv(capacity, span)
     out_RN = torch.empty(rows, heads * width, dtype=qkv_RN.dtype, device=device)
@@ -310,14 +299,19 @@ def attend(
     where = keys_SGCD, values_SGCD, slots_R, places_R, cosine, sine
     if apart:
         _append[rows, groups](qkv_RN, *where, key_gain, *strides, eps, **kind, num_warps=1)
+    alone, size = heads == groups, qkv_RN.element_size()
+    each = max(16, triton.next_power_of_2(width)) * size
+    tile = min(128, max(16, READ["alone" if alone else "grouped"] // each))
     _attend[rows, groups, spans](
         qkv_RN,
         *where,
         query_gain,
         key_gain,
+        out_RN,
         totals,
         peaks,
         weights,
+        arrived,
         *strides,
         scale,
         window or 0,
@@ -326,26 +320,11 @@ def attend(
         WINDOW=window is not None,
         SPANS=spans,
         SPAN=span,
-        TILE=TILE,
-        QUERIES=1 if heads == groups else max(16, triton.next_power_of_2(heads // groups)),
+        TILE=tile,
+        QUERIES=1 if alone else max(16, triton.next_power_of_2(heads // groups)),
         APPEND=not apart,
-        num_warps=8,
-        num_stages=2,
+        num_warps=8 if alone else 4,
         # Three programs at once on a multiprocessor, so that 32 sequences are one wave.
-        maxnreg=80 if heads == groups and width <= 64 and qkv_RN.element_size() == 2 else None,
+        maxnreg=80 if alone and width <= 64 and size == 2 else None,
     )
-    if spans > 1:
-        _combine[rows, heads](
-            totals,
-            peaks,
-            weights,
-            places_R,
-            out_RN,
-            HEADS=heads,
-            D=width,
-            SPANS=spans,
-            SPAN=span,
-            num_warps=1,
-            **start,
-        )
     return out_RN
