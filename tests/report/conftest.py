@@ -100,6 +100,13 @@ def _environment(seed: int) -> dict[str, object]:
         "commit": "4f2c9e0a7be51d" if seed == 0 else None,
         "threads": 16,
         "parameters": 124439808,
+        "planned": {
+            "tokens_per_second": 215e3,
+            "step_seconds": 2.29,
+            "mfu": 0.5,
+            "memory_bytes": 39 * 2**30,
+            "with": "constants of a100-80gb",
+        },
         "started": "2025-06-01T09:30:00+02:00",
     }
 

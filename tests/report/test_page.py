@@ -98,6 +98,8 @@ def test_one_run_has_its_headline_numbers_and_curves(tmp_path: Path, make_run: M
     assert summary["final_loss"] == pytest.approx(checks[-1], rel=1e-5)
     assert summary["tokens_per_second"] == pytest.approx(480 * 1024 / 2.4, rel=0.03)
     assert summary["mfu"] == pytest.approx(0.48, rel=0.03)
+    assert summary["planned"]["tokens_per_second"] == 215e3
+    assert summary["planned"]["memory_bytes"] == 39 * 2**30
     curves = shown["train"]["curves"]
     assert "loss_scale" not in curves
     assert len(curves["loss"]["mean"]) == LIMIT
@@ -267,7 +269,9 @@ def test_numbers_that_are_none_do_not_end_the_report(tmp_path: Path, number: str
     lines += [line.replace(f'"{name}": 2', f'"{name}": {number}') for name in ("tokens", "time")]
     folder.metrics.write_text(folder.metrics.read_text() + "".join(f"{one}\n" for one in lines))
     folder.status.write_text(f'{{"state": {number}, "reason": {number}, "step": {number}}}')
-    folder.environment.write_text(f'{{"parameters": {number}, "a": [{number}]}}')
+    folder.environment.write_text(
+        f'{{"parameters": {number}, "a": [{number}], "planned": {{"mfu": {number}}}}}'
+    )
     measure = f'{{"value": {number}, "stderr": {number}}}'
     names = ("step", "count", "name", "precision", "unit")
     for wrong in names:

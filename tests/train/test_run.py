@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import gristmill
 from gristmill import Model, Run
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.locks import FolderLock
+from gristmill.plan.calibration import Calibration, write_calibration
 from gristmill.track.metrics import StepRecord
 
 
@@ -140,3 +143,21 @@ def test_a_new_folder_of_a_run_that_cannot_start_is_removed(file: Path) -> None:
     with pytest.raises(UserError):
         run.train()
     assert not run.folder.exists()
+
+
+def test_a_run_says_what_was_planned_and_what_was_seen(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    outcome = run.train()
+    log = (outcome.folder / "train.log").read_text()
+    # Processors differ too much to say anything before this one was measured.
+    assert "planned" not in log
+    write_calibration(Calibration("cpu", "processor", "2026-11-19T05:00:00+00:00"))
+    Run.open(run.folder, 'train.until="8 steps"').train()
+    lines = (outcome.folder / "train.log").read_text()[len(log) :].splitlines()
+    (planned,) = [line for line in lines if "planned: " in line]
+    assert planned.endswith("(cpu, measured here on 2026-11-19)")
+    assert re.search(r"done at step 8 .* tok/s \(planned [\d.k]+\)", lines[-1])
+    environment = json.loads((outcome.folder / "environment.json").read_text())
+    assert environment["planned"]["tokens_per_second"] > 0

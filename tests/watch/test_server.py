@@ -150,7 +150,7 @@ def test_all_about_one_run(made: Callable[..., Any], start_watch: Callable[..., 
         + "\n",
         "damaged\n",
     )
-    folder.environment.write_text('{"parameters": 7, "odd": NaN}')
+    folder.environment.write_text('{"parameters": 7, "odd": NaN, "planned": {"mfu": 0.5}}')
     folder.log.write_text("".join(f"line {number}\n" for number in range(300)))
     (folder.path / "processes.json").write_text('{"written": 1, "processes": [{"rank": 0}]}')
     (folder.evals / "step-00000003-acc.json").write_text("{damaged")
@@ -164,7 +164,9 @@ def test_all_about_one_run(made: Callable[..., Any], start_watch: Callable[..., 
     id = ids(server)["one"]
     shown = server.get(f"/api/run/{id}").json()
     assert shown["row"] == server.rows()["one"]
-    assert shown["environment"] == {"parameters": 7, "odd": None}
+    assert shown["environment"] == {"parameters": 7, "odd": None, "planned": {"mfu": 0.5}}
+    planned = {"tokens_per_second": None, "step_seconds": None, "mfu": 0.5, "memory_bytes": None}
+    assert shown["summary"]["planned"] == planned
     assert shown["settings"].startswith("[train]") and shown["damaged"] == 1
     assert [(c["step"], c["bytes"], c["best"]) for c in shown["checkpoints"]] == [
         (10, 10, True), (20, 20, False),

@@ -133,6 +133,7 @@ def _run(
         "summary": {
             "parameters": parameters if isinstance(parameters, int) else None,
             **digest.summary(),
+            "planned": planned_of(environment),
         },
         "train": digest.train,
         "validation": digest.validation,
@@ -172,6 +173,19 @@ def _flops_per_token(environment: Mapping[str, Any]) -> float | None:
         if isinstance(value, int | float) and 0 < value < 1e300:
             return float(value) * factor
     return None
+
+
+def planned_of(environment: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the run expected of its steps, as far as a page shows it."""
+    planned = environment.get("planned")
+    if not isinstance(planned, Mapping):
+        return None
+    names = ("tokens_per_second", "step_seconds", "mfu", "memory_bytes")
+    numbers = {name: planned.get(name) for name in names}
+    return {
+        name: value if isinstance(value, int | float) and 0 < value < 1e300 else None
+        for name, value in numbers.items()
+    }
 
 
 def _time(folder: RunFolder) -> dict[str, Any] | None:

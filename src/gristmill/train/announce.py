@@ -50,6 +50,9 @@ def announce(run: BuiltRun, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(note)
     if run.fit_note is not None:
         tracker.say(run.fit_note)
+    if (expected := run.expected) is not None:
+        left = resolved.samples_at_end(state.progress) - state.progress.samples
+        tracker.say(f"planned: {expected.described(tokens=max(0, left) * resolved.sequence)}")
     starting = () if resumed.checkpoint is not None else run.notes
     for note in (
         *run.data.warnings,

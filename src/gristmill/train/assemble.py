@@ -38,6 +38,7 @@ from gristmill.models.build import build_meta_model
 from gristmill.models.spec import CausalLM, linear_shapes
 from gristmill.optim.schedule import build_schedule
 from gristmill.plan.arithmetic import ModelSize, TokenCost, gpt_size, model_size
+from gristmill.plan.expectation import Expectation, expect
 from gristmill.strategies.decentralized.workers import WorkerSet
 from gristmill.strategies.strategy import Strategy
 from gristmill.text.chat.encoding import ChatEncoder
@@ -93,6 +94,21 @@ class BuiltRun:
         """FLOPs to train on one token."""
         sampled = self.resolved.sampled_softmax
         return self.meta_model.token_cost(self.resolved.sequence, sampled=sampled)
+
+    @property
+    def expected(self) -> Expectation | None:
+        """What the plan says of a step; None where nothing is known of the device."""
+        device, resolved = self.world.device, self.resolved
+        return expect(
+            self.config,
+            self.world.layout,
+            vocab=resolved.vocab,
+            micro_batch=resolved.micro_batch,
+            device_kind=device.kind,
+            device_name=device.name,
+            device_memory=device.total_memory(),
+            per_node=self.world.place.local_world,
+        )
 
     @property
     def described_size(self) -> str:

@@ -13,12 +13,17 @@ import torch
 
 from gristmill.base.units import timestamp
 from gristmill.distributed.world import World
+from gristmill.plan.expectation import Expectation
 
 _PACKAGES = ("numpy", "safetensors", "tokenizers", "pydantic", "triton")
 
 
 def describe_environment(
-    world: World, *, parameters: int, flops_per_token: float
+    world: World,
+    *,
+    parameters: int,
+    flops_per_token: float,
+    planned: Expectation | None = None,
 ) -> dict[str, Any]:
     """The content of environment.json."""
     return {
@@ -34,6 +39,7 @@ def describe_environment(
         "threads": torch.get_num_threads(),
         "parameters": parameters,
         "flops_per_token": flops_per_token,
+        "planned": None if planned is None else planned.as_json(),
         "started": timestamp(),
     }
 

@@ -57,6 +57,18 @@ class _Pending:
     """Seconds of compiling in this step, and since the one before."""
 
 
+@dataclass
+class Steady:
+    """Steps of this process without its first one and without any that compiled something."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
+
+
 class Meter:
     """Turns step results into records, and counts skipped and NaN steps."""
 
@@ -90,8 +102,10 @@ class Meter:
         """Seconds of compiling before the last step."""
         self._pending: deque[_Pending] = deque()
         self._last = world.device.mark()
+        self._is_warm = False
         self.step_seconds = 0.0
         self.sample_seconds = 0.0
+        self.steady = Steady()
         self.stop_step: int | None = None
         """The step after which all processes stop: the first by which every one has read the
         request."""
@@ -134,6 +148,10 @@ class Meter:
             trained = max(0.0, self.step_seconds - pending.compiled)
             self.sample_seconds = trained / pending.event.result.samples
             self.counters.seconds += self.step_seconds
+            if not pending.compiled and self._is_warm:
+                self.steady.tokens += pending.event.result.tokens
+                self.steady.seconds += self.step_seconds
+            self._is_warm = True
             self._note_parts(pending)
             self._last = pending.end
             # A strategy that compiles its step as a whole says so itself.

@@ -178,7 +178,10 @@ def _fit_folder(run: BuiltRun) -> list[str]:
     typed = f"{timestamp()}  {shlex.join(sys.argv)}\n{folder.translation}"
     write_atomic(folder.origin, earlier + utf8(typed))
     environment = describe_environment(
-        run.world, parameters=run.parameters, flops_per_token=run.token_cost.palm
+        run.world,
+        parameters=run.parameters,
+        flops_per_token=run.token_cost.palm,
+        planned=run.expected,
     )
     write_json(folder.environment, environment)
     run.tokenizer.save(folder.tokenizer)

@@ -320,7 +320,8 @@ class Training:
                 raise
         self.observer.finish()
         self.account.write(state.progress.steps, end="done" if finished else "stopped")
-        text = _described(run, read_run_time(run.folder.time), finished=finished)
+        spent, rate = read_run_time(run.folder.time), hooks.meter.steady.tokens_per_second
+        text = _described(run, spent, rate, finished=finished)
         tracker.say(text)
         if finished:
             tracker.alert("done", text)
@@ -420,8 +421,8 @@ def _compile_clock(
     return lambda: clock.seconds
 
 
-def _described(run: BuiltRun, spent: RunTime | None, *, finished: bool) -> str:
-    """The last line of the log."""
+def _described(run: BuiltRun, spent: RunTime | None, rate: float | None, *, finished: bool) -> str:
+    """The last line of the log. `rate`: tokens per second since this start."""
     state = run.state
     text = "done" if finished else "stopped and saved"
     text += f" at step {state.progress.steps} after {format_seconds(state.counters.seconds)}"
@@ -429,6 +430,9 @@ def _described(run: BuiltRun, spent: RunTime | None, *, finished: bool) -> str:
         text += f", best validation loss {run.best_loss:.4f} at step {state.best.step}"
     if spent is not None and spent.goodput is not None:
         text += f", goodput {spent.goodput:.1%} of {format_seconds(spent.wall)}"
+    if rate is not None and (expected := run.expected) is not None:
+        memory = run.world.device.memory_peak()
+        text += f", {expected.seen(tokens_per_second=rate, memory=memory)}"
     if state.counters.skipped:
         text += f", {state.counters.skipped} steps skipped"
     return text if finished else f"{text}; run the same command again to resume"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.config.track import without_address
-from gristmill.report.page import newest_results
+from gristmill.report.page import newest_results, planned_of
 from gristmill.report.plots import RunDigest
 from gristmill.watch.regular import is_regular, read_regular
 from gristmill.watch.run import LIMITS, WatchedRun
@@ -31,12 +31,12 @@ _MOST_SAMPLES = 1 << 22
 
 def run_details(run: WatchedRun) -> dict[str, Any]:
     """All about a run but its curves."""
-    folder, time = run.folder, run.run_time()
+    folder, time, environment = run.folder, run.run_time(), run.json(run.folder.environment)
     with run.lock:
         digest = run.digest
         shown = {
             "row": run.row,
-            "summary": digest.summary(),
+            "summary": {**digest.summary(), "planned": planned_of(environment)},
             "events": digest.events(),
             "samples": digest.newest_samples(),
             "sample_steps": [place.step for place in digest.sample_places.all()],
@@ -45,7 +45,7 @@ def run_details(run: WatchedRun) -> dict[str, Any]:
         }
     processes = run.json(folder.path / "processes.json")
     shown |= {
-        "environment": run.json(folder.environment),
+        "environment": environment,
         "settings": _settings_text(folder.settings),
         "evaluations": _evaluations(folder.evals),
         "checkpoints": list_checkpoints(folder.checkpoints),

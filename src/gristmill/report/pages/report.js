@@ -127,8 +127,10 @@ function header() {
   ];
 }
 function tiles({ summary, time }) {
+  const { planned } = summary, beside = (show, value) => missing(value) ? "" : `, ${show(value)} planned`;
   const speed = summary.mfu === null ? "median" : `median; MFU ${percent(summary.mfu)}`;
-  const memory = summary.memory_bytes ? `peak memory ${gibibytes(summary.memory_bytes)}`
+  const memory = summary.memory_bytes
+    ? `peak memory ${gibibytes(summary.memory_bytes)}${beside(gibibytes, planned?.memory_bytes)}`
     : "first to last record";
   const skipped = summary.skipped ? `${wholeNumber(summary.skipped)} steps skipped` : "no step skipped";
   const rows = [
@@ -137,7 +139,8 @@ function tiles({ summary, time }) {
     ["Final validation loss", fixed(4)(summary.final_loss), "the last one measured"],
     ["Training loss", fixed(4)(summary.train_loss), "mean of the last records"],
     ["Tokens seen", count(summary.tokens), `in ${wholeNumber(summary.step)} steps`],
-    ["Tokens per second", count(summary.tokens_per_second), speed],
+    ["Tokens per second", count(summary.tokens_per_second),
+      `${speed}${beside(count, planned?.tokens_per_second)}`],
     ["Wall time", span(summary.seconds), memory],
     ["Goodput", percent(time?.goodput), "of the wall time"],
     ["Parameters", count(summary.parameters), skipped],

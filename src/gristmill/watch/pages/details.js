@@ -143,15 +143,19 @@ export class Details {
   }
 
   overviewOf(row, { summary = {}, environment = {}, time, evaluations, stragglers = [], damaged }) {
+    const { planned } = summary, beside = (show, value) => missing(value) ? "" : `${show(value)} planned`;
     const rows = [
       ["Loss", fixed(4)(row.loss), "mean of the last records"],
       ["Best validation loss", fixed(4)(row.validation ?? summary.best_loss),
         missing(summary.best_step) ? "" : `at step ${wholeNumber(summary.best_step)}`],
       ["Tokens", count(row.tokens), row.step ? `in ${wholeNumber(row.step)} steps` : ""],
-      ["Tokens per second", count(row.tokens_per_second), missing(row.mfu) ? "" : `MFU ${percent(row.mfu)}`],
+      ["Tokens per second", count(row.tokens_per_second), [
+        missing(row.mfu) ? "" : `MFU ${percent(row.mfu)}`, beside(count, planned?.tokens_per_second),
+      ].filter(Boolean).join(", ")],
       ["Time", span(row.seconds), "first to last record"],
       ["Goodput", percent(row.goodput ?? time?.goodput), "of the wall time"],
-      ["Peak memory", gibibytes(summary.memory_bytes), "on the device"],
+      ["Peak memory", gibibytes(summary.memory_bytes),
+        beside(gibibytes, planned?.memory_bytes) || "on the device"],
       ["Skipped steps", wholeNumber(summary.skipped), ""],
       ["Parameters", count(environment.parameters), ""],
     ].filter(([, value]) => value !== "–");
