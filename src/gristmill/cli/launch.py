@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.cli.launch_plan import time_warning, with_hours
 from gristmill.cli.options import AsJson, Overrides
 from gristmill.config.load import load_run
 from gristmill.hub.downloads import settings_folder
@@ -49,6 +50,8 @@ Examples:
 gristmill launch run.toml --on slurm --dry-run        print the job
 
 gristmill launch run.toml --on slurm launch.nodes=4 launch.account=abc
+
+gristmill launch run.toml --on slurm launch.gpu=h100-80gb --hours 24
 
 gristmill launch run.toml --then 'evaluate runs/NAME'    another job after this one
 
@@ -136,6 +139,14 @@ def submit(
     at_once: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Runs of a sweep at the same time.")
     ] = None,
+    hours: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help='Time there is, such as "24" hours or "3d": fills in launch.nodes and launch.time '
+            "by plan, for the GPUs of launch.gpu.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Submit a run to a cluster.
@@ -144,6 +155,11 @@ def submit(
     there.
     """
     config = load_run(run, settings or (), find_model=settings_folder)
+    if hours is not None:
+        config, chosen = with_hours(config, hours)
+        typer.echo(chosen, err=True)
+    elif (warning := time_warning(config)) is not None:
+        typer.echo(f"warning: {warning}", err=True)
     name, launcher = launcher_of(on or (config.launch.on if config.launch else None))
     for option, value in (("--after", after), ("--then", then), ("--sweep", sweep)):
         if value and option in launcher.lacks:

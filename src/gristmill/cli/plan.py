@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gristmill.base.errors import DataError, Problem, UserError
+from gristmill.base.errors import Problem, UserError
 from gristmill.base.files import write_atomic
-from gristmill.base.units import format_bytes, format_count, format_seconds, parse_seconds
+from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.options import AsJson, Overrides
+from gristmill.cli.planning import (
+    PlanRequest,
+    described_span,
+    own_layout,
+    parse_hours,
+    plan_request,
+)
 from gristmill.config.load import load_run, load_text
-from gristmill.config.parallel import Mesh, build_mesh
-from gristmill.config.resolve import portions, resolve
-from gristmill.config.schema import RunConfig
+from gristmill.config.parallel import Mesh
 from gristmill.hub.downloads import settings_folder
 from gristmill.plan.calibration import (
-    Calibration,
-    calibrated,
-    read_calibrations,
-    this_machine,
     write_calibration,
 )
-from gristmill.plan.costs import Cost, run_cost
-from gristmill.plan.hardware import Hardware, on_network, open_hardware, open_link
+from gristmill.plan.hardware import open_hardware
 from gristmill.plan.layouts import (
     LayoutPlan,
     LayoutPlans,
-    on_device,
-    plan_layout,
     plan_layouts,
     with_batch,
 )
 from gristmill.plan.run_file import with_settings
 from gristmill.plan.step import PARTS
 from gristmill.plan.timing import planned_work
-from gristmill.tokens.store import TokensNotFoundError
 
 _ASSUMED = 50257
 _REASONS = 6
@@ -52,29 +49,6 @@ _WORDS = {
     "bubble": "pipeline bubble",
     "launches": "starting kernels",
 }
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What is planned, and for what."""
-
-    config: RunConfig
-    hardware: Hardware
-    gpus: int
-    price: float | None
-    vocab: int
-    tokens: int
-    """To the horizon."""
-    notes: tuple[str, ...]
-
-    def cost(self, layout: LayoutPlan) -> Cost:
-        return run_cost(
-            layout.step,
-            tokens=self.tokens,
-            devices=self.gpus,
-            hardware=self.hardware,
-            price=self.price,
-        )
 
 
 def plan(
@@ -128,7 +102,8 @@ def plan(
         if calibrate:
             return
         raise UserError("give a run file, or --calibrate", where="plan")
-    asked = _asked(run, settings or (), gpus=gpus, gpu=gpu, per_node=per_node, link=link)
+    config = load_run(run, settings or (), find_model=settings_folder)
+    asked = plan_request(config, gpus=gpus, gpu=gpu, per_node=per_node, link=link)
     if price is not None:
         asked = replace(asked, price=price)
     plans = plan_layouts(asked.config, gpus=asked.gpus, hardware=asked.hardware, vocab=asked.vocab)
@@ -167,68 +142,6 @@ def _calibrate() -> None:
         typer.echo(f"warning: slower than its kind: {doubt}", err=True)
 
 
-# ------------------------------------------------------------------ what is asked
-
-
-def _asked(
-    run: Path,
-    settings: list[str] | tuple[str, ...],
-    *,
-    gpus: int | None,
-    gpu: str | None,
-    per_node: int | None,
-    link: str | None,
-) -> _Asked:
-    config = load_run(run, settings, find_model=settings_folder)
-    hardware, found = (open_hardware(gpu), 1) if gpu is not None else this_machine()
-    gpus = gpus or found
-    notes = []
-    calibration = read_calibrations().get(hardware.name)
-    if calibration is not None:
-        hardware = calibrated(hardware, calibration)
-        notes.append(_calibration_note(calibration))
-    chosen = None if link is None else open_link(link)
-    hardware = on_network(hardware, per_node=per_node, link=chosen)
-    config = on_device(config, hardware)
-    vocab, note = _vocabulary(config)
-    notes += [note] if note else []
-    if config.precision.compute == "fp32" and hardware.device != "cpu":
-        notes.append('precision.compute is fp32: "bf16" is faster and needs less memory')
-    tokens = _horizon(with_batch(config, gpus), vocab)
-    return _Asked(config, hardware, gpus, hardware.price, vocab, tokens, tuple(notes))
-
-
-def _calibration_note(calibration: Calibration) -> str:
-    return f"speeds are those measured on {calibration.device} on {calibration.when[:10]}"
-
-
-def _horizon(config: RunConfig, vocab: int) -> int:
-    """Tokens of the whole run."""
-    resolved = resolve(config, vocab=vocab)
-    return resolved.samples * resolved.sequence
-
-
-def _vocabulary(config: RunConfig) -> tuple[int, str | None]:
-    """The size of the vocabulary, and a note if it is a guess."""
-    if config.model.vocab is not None:
-        return config.model.vocab, None
-    from gristmill.data.conversations import open_chat
-    from gristmill.data.dataset import open_data
-
-    guess = f"vocabulary of {_ASSUMED:,} assumed: "
-    try:
-        data = config.data.model_copy(update={"in_memory": False})
-        if data.kind == "chat":
-            return open_chat(config).tokenizer.size, None
-        first = open_data(data, sequence=data.sequence or config.model.context).train.splits[0]
-        size = first.reader.info.vocab_size
-        return (_ASSUMED, f"{guess}the token files do not say") if size is None else (size, None)
-    except TokensNotFoundError:
-        return _ASSUMED, f"{guess}the token files are not there yet"
-    except DataError as error:
-        return _ASSUMED, f"{guess}{error.problems[0].what}"
-
-
 def _chosen(plans: LayoutPlans, what: int | None) -> LayoutPlan | None:
     number = 1 if what is None else what
     if what is not None and number > len(plans.layouts):
@@ -236,7 +149,7 @@ def _chosen(plans: LayoutPlans, what: int | None) -> LayoutPlan | None:
     return plans.layouts[number - 1] if plans.layouts else None
 
 
-def _nothing_fits(asked: _Asked, plans: LayoutPlans) -> UserError:
+def _nothing_fits(asked: PlanRequest, plans: LayoutPlans) -> UserError:
     what = f"no layout of this run fits on {asked.gpus} x {asked.hardware.name}"
     remedy = "see above which sizes are refused"
     if plans.too_large:
@@ -251,7 +164,7 @@ def _nothing_fits(asked: _Asked, plans: LayoutPlans) -> UserError:
 # ------------------------------------------------------------------ the table
 
 
-def _table(asked: _Asked, plans: LayoutPlans, *, top: int) -> Iterator[str]:
+def _table(asked: PlanRequest, plans: LayoutPlans, *, top: int) -> Iterator[str]:
     yield from _header(asked)
     if plans.layouts:
         yield ""
@@ -262,13 +175,11 @@ def _table(asked: _Asked, plans: LayoutPlans, *, top: int) -> Iterator[str]:
             f"{count:,} layouts fit; shown is the best micro-batch and recomputation of each mesh. "
             "--what N shows one in full, --write puts one into the run file."
         )
-    own = _own_layout(asked)
-    if own is not None:
-        yield own
+    yield _own_layout(asked)
     yield from _against(plans)
 
 
-def _header(asked: _Asked) -> Iterator[str]:
+def _header(asked: PlanRequest) -> Iterator[str]:
     config, hardware = asked.config, asked.hardware
     work = planned_work(
         with_batch(config, asked.gpus),
@@ -299,7 +210,7 @@ _COLUMNS = (
 )
 
 
-def _rows(asked: _Asked, layouts: list[tuple[int, LayoutPlan]]) -> Iterator[str]:
+def _rows(asked: PlanRequest, layouts: list[tuple[int, LayoutPlan]]) -> Iterator[str]:
     rows = [_COLUMNS, *(_row(asked, number, layout) for number, layout in layouts)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     for row in rows:
@@ -310,7 +221,7 @@ def _rows(asked: _Asked, layouts: list[tuple[int, LayoutPlan]]) -> Iterator[str]
         yield "  ".join(cells).rstrip()
 
 
-def _row(asked: _Asked, number: int, layout: LayoutPlan) -> tuple[str, ...]:
+def _row(asked: PlanRequest, number: int, layout: LayoutPlan) -> tuple[str, ...]:
     step, cost = layout.step, asked.cost(layout)
     return (
         str(number),
@@ -321,7 +232,7 @@ def _row(asked: _Asked, number: int, layout: LayoutPlan) -> tuple[str, ...]:
         _short(step.seconds),
         format_count(step.tokens_per_second),
         f"{step.mfu:.1%}",
-        _span(cost.seconds),
+        described_span(cost.seconds),
         format_count(cost.device_hours),
         "-" if cost.money is None else f"${format_count(cost.money)}",
         format_count(cost.kwh),
@@ -332,13 +243,6 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _span(seconds: float) -> str:
-    days = seconds / 86400
-    if days < 1:
-        return format_seconds(seconds)
-    return f"{days:.1f} days" if days < 100 else f"{days:,.0f} days"
-
-
 def _best_of_meshes(plans: LayoutPlans) -> list[tuple[int, LayoutPlan]]:
     """The first layout of every mesh, with its number in the ranking."""
     best: dict[str, tuple[int, LayoutPlan]] = {}
@@ -347,30 +251,18 @@ def _best_of_meshes(plans: LayoutPlans) -> list[tuple[int, LayoutPlan]]:
     return list(best.values())
 
 
-def _own_layout(asked: _Asked) -> str | None:
+def _own_layout(asked: PlanRequest) -> str:
     """What the run file says now."""
-    config, parallel = asked.config, asked.config.parallel
-    mesh = build_mesh(parallel, asked.gpus)
-    if isinstance(mesh, Problem):
-        return f"As the run file says: {mesh.what}."
-    parts = portions(config.train, parts=mesh.data)
-    if isinstance(parts, Problem):
-        return f"As the run file says, {mesh}: {parts.what}."
-    layout = plan_layout(
-        config,
-        mesh,
-        asked.hardware,
-        vocab=asked.vocab,
-        micro_batch=parts.micro_batch,
-        recompute=config.train.recompute,
-    )
+    layout = own_layout(asked)
+    if isinstance(layout, Problem):
+        return f"As the run file says: {layout.what}."
     how = f"{layout.described}, micro-batch {layout.micro_batch}, recompute {layout.recompute}"
     if not layout.fits:
         return f"As the run file says, {how}: {layout.why_not}."
     cost = asked.cost(layout)
     return (
         f"As the run file says, {how}: {format_bytes(layout.memory.total)}, "
-        f"{_short(layout.step.seconds)} a step, {_span(cost.seconds)}."
+        f"{_short(layout.step.seconds)} a step, {described_span(cost.seconds)}."
     )
 
 
@@ -394,7 +286,7 @@ def _more(count: int) -> Iterator[str]:
 
 
 def _limits(
-    asked: _Asked, plans: LayoutPlans, *, hours: str | None, budget: float | None
+    asked: PlanRequest, plans: LayoutPlans, *, hours: str | None, budget: float | None
 ) -> Iterator[str]:
     """What time and money are enough for."""
     if not plans.layouts:
@@ -402,8 +294,8 @@ def _limits(
     best = plans.layouts[0]
     cost = asked.cost(best)
     if hours is not None:
-        there = float(hours) * 3600 if hours.replace(".", "", 1).isdigit() else parse_seconds(hours)
-        yield _enough(asked, f"in {_span(there)}", there / cost.seconds)
+        there = parse_hours(hours, where="--hours")
+        yield _enough(asked, f"in {described_span(there)}", there / cost.seconds)
     if budget is not None:
         if cost.money is None:
             what = f"there is no price of {asked.hardware.name}"
@@ -411,7 +303,7 @@ def _limits(
         yield _enough(asked, f"for ${budget:,.0f}", budget / max(cost.money, 1e-9))
 
 
-def _enough(asked: _Asked, limit: str, share: float) -> str:
+def _enough(asked: PlanRequest, limit: str, share: float) -> str:
     if share >= 1:
         return f"{limit}: enough, {1 / share:.0%} of it is needed"
     reached = format_count(share * asked.tokens)
@@ -422,7 +314,7 @@ def _enough(asked: _Asked, limit: str, share: float) -> str:
 # ------------------------------------------------------------------ one layout
 
 
-def _in_full(asked: _Asked, layout: LayoutPlan, number: int) -> Iterator[str]:
+def _in_full(asked: PlanRequest, layout: LayoutPlan, number: int) -> Iterator[str]:
     yield from _header(asked)
     yield ""
     yield f"layout {number}: {layout.described}, micro-batch {layout.micro_batch}"
@@ -449,7 +341,7 @@ def _in_full(asked: _Asked, layout: LayoutPlan, number: int) -> Iterator[str]:
     day = format_count(layout.step.tokens_per_second * 86400)
     yield (
         f"\n{format_count(layout.step.tokens_per_second)} tokens/s, {day} a day, MFU "
-        f"{layout.step.mfu:.1%}; to the horizon {_span(cost.seconds)}, "
+        f"{layout.step.mfu:.1%}; to the horizon {described_span(cost.seconds)}, "
         f"{format_count(cost.device_hours)} GPU-hours{money}, {format_count(cost.kwh)} kWh"
     )
 
@@ -461,7 +353,7 @@ def _bar(share: float) -> str:
 # ------------------------------------------------------------------ JSON and the run file
 
 
-def _as_json(asked: _Asked, plans: LayoutPlans, *, top: int) -> dict[str, Any]:
+def _as_json(asked: PlanRequest, plans: LayoutPlans, *, top: int) -> dict[str, Any]:
     hardware = asked.hardware
     return {
         "run": asked.config.name,
@@ -483,7 +375,7 @@ def _as_json(asked: _Asked, plans: LayoutPlans, *, top: int) -> dict[str, Any]:
     }
 
 
-def _layout_json(asked: _Asked, number: int, layout: LayoutPlan) -> dict[str, Any]:
+def _layout_json(asked: PlanRequest, number: int, layout: LayoutPlan) -> dict[str, Any]:
     cost = asked.cost(layout)
     return {
         "rank": number,
@@ -507,7 +399,7 @@ def _layout_json(asked: _Asked, number: int, layout: LayoutPlan) -> dict[str, An
     }
 
 
-def _write(run: Path, asked: _Asked, layout: LayoutPlan, *, quiet: bool) -> None:
+def _write(run: Path, asked: PlanRequest, layout: LayoutPlan, *, quiet: bool) -> None:
     """Put a layout into the run file, if the file is still right then."""
     file = run / "run.toml" if run.is_dir() else run
     text = file.read_text(encoding="utf-8")

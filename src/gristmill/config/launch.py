@@ -68,6 +68,10 @@ class LaunchConfig(Settings):
     gpus_per_node: Annotated[int, Field(ge=0)] | None = None
     """GPUs to ask for on each node; none are asked for if not given, as on clusters where a node
     always comes with all of its GPUs."""
+    gpu: Word | None = None
+    """The kind of GPUs on the nodes, as `gristmill plan` calls it, such as "h100-80gb". With it
+    `launch` warns when `time` is shorter than planned, `launch --hours` finds the number of nodes,
+    and `plan` plans for these nodes."""
     cpus_per_process: Count | None = None
     """CPU cores to ask for for each process; also its OMP_NUM_THREADS."""
     memory: Quantity | None = None

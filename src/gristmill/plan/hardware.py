@@ -114,7 +114,7 @@ class Hardware:
         return min(inside, network), self.between.latency
 
 
-def open_hardware(name: str) -> Hardware:
+def open_hardware(name: str, *, where: str = "--gpu") -> Hardware:
     """The kind of device of a name such as "h100-80gb"."""
     found = _kinds().get(name.lower())
     if found is not None:
@@ -122,7 +122,7 @@ def open_hardware(name: str) -> Hardware:
     near = difflib.get_close_matches(name.lower(), _kinds(), n=3, cutoff=0.4)
     known = ", ".join(_kinds())
     remedy = f"did you mean {' or '.join(near)}? All: {known}" if near else f"known: {known}"
-    raise UserError(f"no kind of device is called {name!r}", where="--gpu", remedy=remedy)
+    raise UserError(f"no kind of device is called {name!r}", where=where, remedy=remedy)
 
 
 def known_hardware() -> tuple[str, ...]:
