@@ -30,6 +30,7 @@ from gristmill.cli.options import (
     output_option,
 )
 from gristmill.cli.progress import ProgressLine
+from gristmill.cli.tokens_origins import FIND, WHICH, find_text, which_documents
 from gristmill.text.prepare.journal import merge_ledgers
 from gristmill.text.prepare.outputs import save_tokenizer
 from gristmill.text.prepare.request import find_sets
@@ -99,6 +100,10 @@ MadeBy = Annotated[
         help="Their tokenizer, if they do not state it: a folder or file.",
     ),
 ]
+
+
+tokens.command("which", epilog=WHICH)(which_documents)
+tokens.command("find", epilog=FIND)(find_text)
 
 
 @tokens.command("inspect", epilog="Example: gristmill tokens inspect tokens/mine")

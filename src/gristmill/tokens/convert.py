@@ -31,6 +31,7 @@ from gristmill.tokens.format import (
     id_range,
     piece_bounds,
 )
+from gristmill.tokens.origins import JoinedOrigins, open_origins
 from gristmill.tokens.store import Reading, create_tokens, find_manifest, is_empty_part, open_tokens
 from gristmill.tokens.writer import TokenWriter
 
@@ -88,6 +89,8 @@ def convert_tokens(
             exit=Exit.REFUSED,
         )
     known = _origin(full, readers, origin)
+    indices = [open_origins(Path(source)) for source in full]
+    together = JoinedOrigins([one for one in indices if one is not None])
     writer = create_tokens(
         NewSet(
             Path(output),
@@ -98,14 +101,15 @@ def convert_tokens(
             shard_size=shard_size,
             overwrite=overwrite,
             background=True,
+            origins=len(together.indices) == len(full),
             request="\n".join([*map(str, sources), str(format), str(shard_size)]),
         )
     )
     sizes = [size for reader in readers if (size := reader.info.text_bytes) is not None]
     try:
-        _copy(readers, writer, progress=progress)
+        _copy(readers, together, writer, progress=progress)
         text_bytes = sum(sizes) if len(sizes) == len(readers) else None
-        return writer.finish(text_bytes=text_bytes, companions=companions)
+        return writer.finish(text_bytes=text_bytes, companions=companions, sources=together.sources)
     except BaseException:
         writer.abandon()
         raise
@@ -113,6 +117,7 @@ def convert_tokens(
 
 def _copy(
     readers: Sequence[TokenReader],
+    origins: JoinedOrigins,
     writer: TokenWriter,
     *,
     progress: Callable[[CopyProgress], None] | None,
@@ -120,7 +125,8 @@ def _copy(
     began, total = time.perf_counter(), sum(len(reader) for reader in readers)
     tokens = documents = 0
     for ids, starts, sequences, extremes in _read_ahead(readers):
-        writer.append(ids, starts=starts, sequences=sequences, extremes=extremes)
+        found = origins.between(documents, documents + len(starts)) if writer.has_origins else None
+        writer.append(ids, starts=starts, sequences=sequences, extremes=extremes, origins=found)
         tokens, documents = tokens + len(ids), documents + len(starts)
         if progress:
             progress(CopyProgress(tokens, total, documents, time.perf_counter() - began))

@@ -122,6 +122,8 @@ class NewSet:
     """Whether other threads compute checksums; the ids that are given must not change then."""
     generation: int = 0
     """Tells the hidden files of such a set from those that an earlier attempt left."""
+    origins: bool = False
+    """Whether it is recorded where each document comes from (`gristmill.tokens.origins`)."""
     request: str = ""
     """What the set is made of, for sets without a state: if their process is killed while it puts
     them in place, the same request may replace them."""
@@ -292,6 +294,8 @@ class TokenReader:
     def __init__(self, info: TokenSetInfo, files: TokenFiles) -> None:
         assert files.tokens == info.tokens
         self.info = info
+        self.plain_origins: npt.NDArray[np.int64] | None = None
+        """Of a set that is being written: where its documents come from."""
         self.document_starts = files.starts
         self.sequence_lengths = files.sequence_lengths
         self._dtype = stored(info.dtype)

@@ -47,13 +47,16 @@ from gristmill.tokens.format import (
     TokenSetInfo,
     file_of,
     is_manifest,
+    map_array,
     read_manifest,
     stored,
     write_manifest,
 )
 from gristmill.tokens.hashed_file import BackgroundHash, Hash, HashedFile
+from gristmill.tokens.origins import ORIGINS_FILE, WIDTH, Packed, write_origins
 
-_FIXED = (".json", ".idx", ".bin", ".starts")
+_FIXED = (".json", ".idx", ".bin", ".starts", ORIGINS_FILE)
+_PLAIN_ORIGINS = f"{ORIGINS_FILE}-plain"
 _FIRST = np.zeros(1, dtype=np.int64)
 
 
@@ -72,6 +75,8 @@ class TokenWriter(abc.ABC):
         """In the order in which they are renamed into place."""
         self._scratch: list[HashedFile] = []
         """Files that are only needed while the set is written."""
+        self._origins: HashedFile | None = None
+        """The plain origins of documents, if they are recorded."""
         self._content = self._new_hash()
         """The checksum of the ids."""
         self._lock = OutputLock(new.prefix, purpose="writing")
@@ -83,6 +88,9 @@ class TokenWriter(abc.ABC):
                 _remove_hidden(new, ending=r"\d+\.tmp")
             with storage_errors(new.prefix):
                 self._open_files()
+                if new.origins:
+                    self._origins = self._hidden(_PLAIN_ORIGINS, state.get("origins"))
+                    assert self._origins.bytes == WIDTH * self.documents
         except BaseException:
             self.close()
             raise
@@ -137,12 +145,14 @@ class TokenWriter(abc.ABC):
         starts: Starts,
         sequences: Starts | None = None,
         extremes: IdRange | None = None,
+        origins: Packed | None = None,
     ) -> None:
         """Append tokens in which documents begin at the positions `starts`.
 
         Tokens before the first of them belong to the last document of the call before. Some formats
         split documents into sequences, which begin at `sequences`; the others do not store them.
-        `extremes` are the smallest and the largest id, if they are known.
+        `extremes` are the smallest and the largest id, if they are known; `origins` those of the
+        documents, in sets that record them.
         """
         new = self._new
         array = np.asarray(ids)
@@ -165,6 +175,9 @@ class TokenWriter(abc.ABC):
             assert np.isin(starts, sequences).all(), "a document begins with a sequence"
         with storage_errors(new.prefix):
             self._write(array.astype(self._stored, copy=False), starts, sequences)
+            if self._origins is not None:
+                assert origins is not None and len(origins) == len(starts)
+                self._origins.write(origins.astype("<i8").tobytes())
         self.documents += len(starts)
         self.tokens += len(array)
 
@@ -175,15 +188,28 @@ class TokenWriter(abc.ABC):
         """
         assert self._new.state is not None, "this set was not begun as one that can be saved"
         with storage_errors(self._new.prefix):
-            for file in (*self._files, *self._scratch):
+            for file in self._hidden_files:
                 file.flush()
-        return {"tokens": self.tokens, "documents": self.documents, "body": self._state()}
+        saved = {"tokens": self.tokens, "documents": self.documents, "body": self._state()}
+        return saved if self._origins is None else {**saved, "origins": self._origins.state()}
+
+    @property
+    def has_origins(self) -> bool:
+        """Whether it is recorded where documents come from."""
+        return self._origins is not None
+
+    @property
+    def _hidden_files(self) -> list[HashedFile]:
+        return [*self._files, *self._scratch, *([self._origins] if self._origins else [])]
 
     def mark(self) -> dict[str, Any]:
         """A place to which the set can be rewound, as JSON; cheap only to the last one made."""
-        for file in (*self._files, *self._scratch):
+        for file in self._hidden_files:
             file.mark()
-        return {"tokens": self.tokens, "documents": self.documents, "body": self._state()}
+        marked = {"tokens": self.tokens, "documents": self.documents, "body": self._state()}
+        if self._origins is not None:
+            marked["origins"] = {"bytes": self._origins.bytes}
+        return marked
 
     def rewind(self, mark: Mapping[str, Any]) -> None:
         """Forget everything that was written after a mark."""
@@ -192,14 +218,19 @@ class TokenWriter(abc.ABC):
         self.tokens, self.documents = mark["tokens"], mark["documents"]
         with storage_errors(self._new.prefix):
             self._rewind(mark["body"])
+            if self._origins is not None:
+                self._origins.rewind(WIDTH * self.documents)
 
     def reader(self) -> TokenReader:
         """What was saved last, for reading; the files stay hidden."""
-        return TokenReader(self._info(), self._readable())
+        reader = TokenReader(self._info(), self._readable())
+        if self._origins is not None:
+            reader.plain_origins = map_array(self._origins.path, "<i8", count=self.documents)
+        return reader
 
     def close(self) -> None:
         """Close the files, and leave what was saved for another process."""
-        for file in (*self._files, *self._scratch):
+        for file in self._hidden_files:
             file.release()
         self._lock.release()
 
@@ -209,8 +240,10 @@ class TokenWriter(abc.ABC):
         text_bytes: int | None = None,
         may_be_empty: bool = False,
         companions: Callable[[TokenSetInfo], None] = lambda info: None,
+        sources: Sequence[str] = (),
     ) -> TokenSetInfo:
         """Put the set in place, its manifest last; then `companions` writes what belongs beside it.
+        `sources`: the names of those that origins number.
 
         Only a part of a larger set may have no documents; it is its manifest alone.
         """
@@ -218,9 +251,13 @@ class TokenWriter(abc.ABC):
         new = self._new
         with storage_errors(new.prefix):
             files = self._close() if self.documents else {}
+            if self._origins is not None and self.documents:
+                index = self._hidden(ORIGINS_FILE)
+                self._files.append(index)
+                files[ORIGINS_FILE] = write_origins(index, self._origins.content(), sources)
             if new.state is None:
                 # Before anything is in place: nobody would look for them beside a complete set.
-                for file in self._scratch:
+                for file in (*self._scratch, *([self._origins] if self._origins else [])):
                     file.discard()
             self._mark_unfinished()
             # An old index must not be read with the new ids, even if a new one follows. An old
@@ -269,7 +306,7 @@ class TokenWriter(abc.ABC):
         Sets that were begun with a `state` need this after `finish` too, once nobody will resume
         them.
         """
-        for file in (*self._files, *self._scratch):
+        for file in self._hidden_files:
             file.discard()
         if not _existing(self._new):
             _unfinished(self._new.prefix).unlink(missing_ok=True)
@@ -330,7 +367,7 @@ def _remove_hidden(new: NewSet, *, ending: str) -> None:
     name = (
         re.escape(f".{new.prefix.name}")
         + shard
-        + r"\.(bin|npy|starts|(ledger\.)?json|idx(\.\w+)?)\."
+        + r"\.(bin|npy|starts|origins(-plain)?|(ledger\.)?json|idx(\.\w+)?)\."
         + ending
     )
     for file in os.listdir(new.prefix.parent):

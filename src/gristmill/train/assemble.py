@@ -337,7 +337,7 @@ def _identity(
         "data.order": config.data.order,
         "data.sequence": resolved.sequence,
         **data_seed,
-        **order_identity(config.data, data.train, _order_spec(config.data, resolved)),
+        **order_identity(config.data, data.train, order_spec(config.data, resolved)),
         "train.seed": config.train.seed,
         "optim.type": config.optim.type,
         **_preconditioner_identity(config.optim.preconditioning),
@@ -361,7 +361,8 @@ def document_rules(run: BuiltRun) -> DocumentRules:
     return build_rules(run.config.data, end_of_text=run.tokenizer.end_of_text)
 
 
-def _order_spec(data: DataConfig, resolved: Resolved, folder: RunFolder | None = None) -> OrderSpec:
+def order_spec(data: DataConfig, resolved: Resolved, folder: RunFolder | None = None) -> OrderSpec:
+    """What the sample order of a run depends on."""
     in_run = None if folder is None else folder.path / "index"
     return OrderSpec(
         sequence=resolved.sequence,
@@ -375,7 +376,7 @@ def build_loader(run: BuiltRun) -> Loader:
     """The loader of training batches."""
     resolved, data = run.resolved, run.config.data
     return Loader(
-        build_stream(data, run.data.train, _order_spec(data, resolved, run.folder)),
+        build_stream(data, run.data.train, order_spec(data, resolved, run.folder)),
         micro_batch=resolved.micro_batch * run.world.data_shards_here,
         accumulate=resolved.accumulate,
         rules=document_rules(run),

@@ -88,7 +88,7 @@ def test_the_set_and_what_lies_beside_it(lines: Path, tmp_path: Path) -> None:
         "first_skipped": [],
     }
     assert sorted(os.listdir(tmp_path / "out")) == [
-        "set.bin", "set.json", "set.ledger.json", "set.starts", "set.tokenizer"
+        "set.bin", "set.json", "set.ledger.json", "set.origins", "set.starts", "set.tokenizer"
     ]  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_megatron_files_have_the_names_its_users_expect(lines: Path, tmp_path: P
     assert made.prefix == tmp_path / "my-gpt2_text_document"
     assert {path.name for path in tmp_path.glob("my-gpt2*")} == {
         "my-gpt2_text_document" + ending
-        for ending in (".bin", ".idx", ".json", ".ledger.json", ".tokenizer")
+        for ending in (".bin", ".idx", ".json", ".ledger.json", ".origins", ".tokenizer")
     }
 
 

@@ -274,7 +274,7 @@ def kept_spans(
     return kept
 
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)

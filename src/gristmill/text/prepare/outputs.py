@@ -27,6 +27,7 @@ from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
 from gristmill.text.sources.source import Dropped, Skipped
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
 from gristmill.tokens.format import LEDGER_FILE, PIECE, NewSet, TokenReader, TokenSetInfo, file_of
+from gristmill.tokens.origins import packed, with_source
 from gristmill.tokens.store import create_tokens
 from gristmill.tokens.writer import TokenWriter
 
@@ -59,17 +60,24 @@ class _OpenSet:
     begin: Mapping[str, Any]
     """A mark at the beginning of the span that is being written."""
 
-    def append(self, column: EncodedColumn) -> None:
-        self.writer.append(column.ids, starts=np.cumsum(column.lengths) - column.lengths)
+    def append(self, column: EncodedColumn, *, span: int, line: int) -> None:
+        """Write documents of a block whose first line is number `line` of the source of a span."""
+        origins = packed(span, column.places + line) if self.writer.has_origins else None
+        starts = np.cumsum(column.lengths) - column.lengths
+        self.writer.append(column.ids, starts=starts, origins=origins)
         self.text_bytes += int(column.text_bytes.sum())
 
-    def copy(self, kept: KeptTokens) -> None:
+    def copy(self, kept: KeptTokens, *, span: int) -> None:
+        """Write what an earlier attempt had of a span, which had another number there."""
         begin, end = kept.begin, kept.begin + kept.counts
         starts = kept.reader.document_starts[begin.documents : end.documents]
         for place in range(begin.tokens, end.tokens, PIECE):
             ids = kept.reader.read(place, min(PIECE, end.tokens - place))
-            low, high = np.searchsorted(starts, [place, place + len(ids)])
-            self.writer.append(ids, starts=starts[low:high] - place)
+            low, high = begin.documents + np.searchsorted(starts, [place, place + len(ids)])
+            plain = kept.reader.plain_origins
+            origins = None if plain is None else with_source(plain[low:high], span)
+            inside = kept.reader.document_starts[low:high] - place
+            self.writer.append(ids, starts=inside, origins=origins)
         self.text_bytes += kept.counts.text_bytes
 
     @property
@@ -116,8 +124,11 @@ class Outputs:
         states: Sequence[Mapping[str, Any]] | None = None,
         *,
         generation: int = 0,
+        sources: Sequence[str] | None = None,
     ) -> None:
-        """Begin the sets; with states they outlive their process: () begins, others resume them."""
+        """Begin the sets; with states they outlive their process: () begins, others resume them.
+        `sources`: the name of the source of each span, if it is recorded where documents come
+        from."""
         self.encoder = ""
         """The library that encoded the last block."""
         self.copied = 0
@@ -126,6 +137,7 @@ class Outputs:
         self._tokenizer = tokenizer
         self._resumable = states is not None
         self._generation = generation
+        self._sources = sources
         self._keys: list[_OpenKey] = []
         make_folder(request.name.parent)
         try:
@@ -158,6 +170,7 @@ class Outputs:
                     overwrite=self._request.overwrite,
                     state=saved["writer"] if self._resumable else None,
                     generation=self._generation,
+                    origins=self._sources is not None,
                 )
             )
             open_set = _OpenSet(prefix, writer, saved["text_bytes"], saved.get("begin", {}))
@@ -182,9 +195,16 @@ class Outputs:
         return sum(open_set.text_bytes for open_set in self._sets)
 
     def append(
-        self, block: EncodedBlock, *, source: int, line: int, origin: Callable[[int], str]
+        self,
+        block: EncodedBlock,
+        *,
+        source: int,
+        line: int,
+        origin: Callable[[int], str],
+        span: int = 0,
     ) -> None:
-        """Write a block whose first line is number `line` of a source; `origin` names a place."""
+        """Write a block whose first line is number `line` of a source; `origin` names a place, and
+        `span` is the number of the source's span in the work."""
         self.encoder = block.encoder
         for key, column in zip(self._keys, block.columns, strict=True):
             key.current.lines += block.rows
@@ -198,28 +218,34 @@ class Outputs:
                 key.current.drop(Dropped(reason, origin(place)))
             key.current.kept += len(column.lengths)
             if len(column.lengths):
-                self._append(key.sets, column, source=source, line=line)
+                self._append(key.sets, column, source=source, span=span, line=line)
 
     def _append(
-        self, sets: Sequence[_OpenSet], column: EncodedColumn, *, source: int, line: int
+        self,
+        sets: Sequence[_OpenSet],
+        column: EncodedColumn,
+        *,
+        source: int,
+        span: int,
+        line: int,
     ) -> None:
         holdout = self._request.holdout
         if holdout is None:
-            sets[0].append(column)
+            sets[0].append(column, span=span, line=line)
             return
         chosen = holdout.sets_of(column.places + line, source=source)
         for number, open_set in enumerate(sets):
             mine = chosen == number
             if mine.any():
-                open_set.append(column.only(mine))
+                open_set.append(column.only(mine), span=span, line=line)
 
-    def copy(self, kept: KeptSpan) -> None:
+    def copy(self, kept: KeptSpan, *, span: int) -> None:
         """Write what is kept of a span from an earlier generation."""
         for key, ledger, tokens in zip(self._keys, kept.ledgers, kept.tokens, strict=True):
             key.current.add(ledger)
-            for open_set, source in zip(key.sets, tokens, strict=True):
-                open_set.copy(source)
-                self.copied += source.counts.text_bytes
+            for open_set, its_tokens in zip(key.sets, tokens, strict=True):
+                open_set.copy(its_tokens, span=span)
+                self.copied += its_tokens.counts.text_bytes
 
     def rewind(self) -> None:
         """Forget everything since the last span was done."""
@@ -278,7 +304,9 @@ class Outputs:
             for open_set in key.sets:
                 save_tokenizer(self._tokenizer, file_of(open_set.prefix, ".tokenizer"))
                 info = open_set.writer.finish(
-                    text_bytes=open_set.text_bytes, may_be_empty=may_be_empty
+                    text_bytes=open_set.text_bytes,
+                    may_be_empty=may_be_empty,
+                    sources=self._sources or (),
                 )
                 sets.append(PreparedSet(open_set.prefix, info))
             prepared.append(PreparedKey(key.key, key.ledger, ledger_file, tuple(sets)))

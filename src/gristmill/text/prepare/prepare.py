@@ -108,6 +108,8 @@ class WorkPlan:
         self.spans = spans_of(sources, request.options, request.part)
         numbered = request.holdout is not None
         self.ids = [SpanId.of(span, sources[span.source], numbered=numbered) for span in self.spans]
+        self.names = [sources[span.source].name for span in self.spans]
+        """The source of each span."""
         self.closed = 0
         """How many spans are done."""
         self._sources = sources
@@ -187,7 +189,7 @@ class WorkPlan:
         if span > cursor.span or cursor.position is None:
             self._close_until(span, outputs, listener)
             if kept := self._kept.get(span):
-                outputs.copy(kept)
+                outputs.copy(kept, span=span)
                 if kept.cursor:
                     return replace(kept.cursor, span=span)
                 self._close_until(span + 1, outputs, listener)
@@ -195,7 +197,7 @@ class WorkPlan:
             line = 1 + lines_before(source, self.spans[span].begin)
             cursor = Cursor(span, self.spans[span].begin, line)
         origin = functools.partial(_origin, source.name, cursor.line)
-        outputs.append(block, source=located.number, line=cursor.line, origin=origin)
+        outputs.append(block, source=located.number, line=cursor.line, origin=origin, span=span)
         line = cursor.line + block.lines
         if block.failure is None:
             return Cursor(span, located.block.end, line)
@@ -393,7 +395,7 @@ class _Opening:
         """The outputs and where to begin, from the journal if there is one for the same request."""
         journal = self.journal
         if journal is None:
-            return Outputs(self.request, self.tokenizer), Cursor()
+            return Outputs(self.request, self.tokenizer, sources=self.plan.names), Cursor()
         try:
             saved = journal.load()
             if saved:
@@ -402,7 +404,7 @@ class _Opening:
             if not self.request.overwrite:
                 raise
         journal.remove()
-        outputs = Outputs(self.request, self.tokenizer, ())
+        outputs = self._generation(0, ())
         # Not before the outputs, which refuse to replace others.
         journal.begin()
         return outputs, Cursor()
@@ -440,7 +442,8 @@ class _Opening:
         return self._generation(number, ()), Cursor()
 
     def _generation(self, number: int, states: Sequence[Mapping[str, Any]]) -> Outputs:
-        return Outputs(self.request, self.tokenizer, states, generation=number)
+        names = self.plan.names
+        return Outputs(self.request, self.tokenizer, states, generation=number, sources=names)
 
     def _kept_of(
         self, journal: Journal, generations: Sequence[Generation], wanted: Sequence[SpanId]
