@@ -31,11 +31,13 @@ from gristmill.cli.options import (
 )
 from gristmill.cli.progress import ProgressLine
 from gristmill.cli.tokens_origins import FIND, WHICH, find_text, which_documents
+from gristmill.report.tokens_page import write_tokens_page
 from gristmill.text.prepare.journal import merge_ledgers
 from gristmill.text.prepare.outputs import save_tokenizer
 from gristmill.text.prepare.request import find_sets
 from gristmill.text.sources.reading import SourceReader
 from gristmill.text.sources.source import Document, DocumentSplit, ReadOptions
+from gristmill.text.statistics import token_statistics
 from gristmill.text.tokenizers.kinds import TokenizerKind, WordPattern
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer as learn
@@ -106,17 +108,40 @@ tokens.command("which", epilog=WHICH)(which_documents)
 tokens.command("find", epilog=FIND)(find_text)
 
 
-@tokens.command("inspect", epilog="Example: gristmill tokens inspect tokens/mine")
+INSPECT = """
+Examples:
+
+gristmill tokens inspect tokens/mine
+
+gristmill tokens inspect tokens/mine --page mine.html
+"""
+
+
+@tokens.command("inspect", epilog=INSPECT)
 def inspect_set(
     prefix: Prefix,
     source: From = None,
     dtype: Dtype = None,
     end_of_text: EndOfText = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html",
+            help="Write a page to look at: lengths, sources, languages, copies, common phrases, "
+            "and texts that were kept and dropped.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Show counts, document lengths and the range of ids."""
     reading = Reading(source, dtype, end_of_text)
+    if page is not None:
+        if reading != Reading():
+            what = "a page is for sets that were prepared here, which say how to read them"
+            raise UserError(what, where="--page", remedy="convert the set first", exit=Exit.USAGE)
+        _write_page(prefix, page, as_json=as_json, quiet=quiet)
+        return
     summary = inspect_tokens(prefix, reading)
     texts = _first_documents(prefix, reading)
     if as_json:
@@ -126,6 +151,21 @@ def inspect_set(
         _show_summary(summary)
         for number, text in enumerate(texts):
             typer.echo(f"document {number:<2} {text}")
+
+
+def _write_page(prefix: Path, page: Path, *, as_json: bool, quiet: bool) -> None:
+    """Write what a set consists of to a page, and with `as_json` to standard output."""
+
+    def show(done: int, total: int) -> None:
+        line.update(done, total, f"{format_count(done)} tokens read")
+
+    with ProgressLine("looking", quiet=quiet) as line:
+        statistics = token_statistics(prefix, progress=show)
+    write_tokens_page(statistics, page)
+    if as_json:
+        typer.echo(json.dumps(statistics, indent=2, ensure_ascii=False))
+    elif not quiet:
+        typer.echo(f"written to {page}")
 
 
 def _show_summary(summary: TokenSetSummary) -> None:

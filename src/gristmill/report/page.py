@@ -33,7 +33,7 @@ from gristmill.track.folder import RunFolder
 
 STYLES = ("report.css", "charts.css")
 SCRIPTS = (
-    *("elements.js", "numbers.js", "curves.js", "painting.js", "charts.js"),
+    *("elements.js", "theme.js", "numbers.js", "curves.js", "painting.js", "charts.js"),
     *("catalog.js", "account.js", "report.js"),
 )
 """The scripts of the page, each after those that it imports."""
@@ -60,7 +60,7 @@ def write_report(
         "made": datetime.now().astimezone().isoformat(timespec="minutes"),
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, _page(content, title=" · ".join(names)))
+    write_atomic(output, whole_page(content, title=" · ".join(names), scripts=SCRIPTS))
     return output
 
 
@@ -103,14 +103,21 @@ class _DamagedLines:
         self.count += 1
 
 
-def _page(content: Mapping[str, Any], *, title: str) -> str:
+def whole_page(
+    content: Mapping[str, Any],
+    *,
+    title: str,
+    scripts: Sequence[str],
+    styles: Sequence[str] = STYLES,
+) -> str:
+    """One file that needs no other: the content, and the scripts that draw it."""
     data = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
-    scripts = "\n".join(_IMPORTS.sub("", _EXPORTS.sub("", _file(name))) for name in SCRIPTS)
+    code = "\n".join(_IMPORTS.sub("", _EXPORTS.sub("", _file(name))) for name in scripts)
     parts = {
         "title": html.escape(title),
-        "style": "\n".join(map(_file, STYLES)),
+        "style": "\n".join(map(_file, styles)),
         "data": data.replace("<", "\\u003c"),
-        "script": scripts,
+        "script": code,
     }
     template = resources.files("gristmill.report").joinpath("page.html").read_text("utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)

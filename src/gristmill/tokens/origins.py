@@ -69,6 +69,11 @@ def moved(origins: Packed, sources: npt.NDArray[np.int64]) -> Packed:
     return changed
 
 
+def source_numbers(origins: Packed) -> npt.NDArray[np.int64]:
+    """The number of the source of each document."""
+    return origins >> _LINE_BITS
+
+
 def with_source(origins: Packed, source: int) -> Packed:
     """The same lines, of another source."""
     return packed(source, origins & ((1 << _LINE_BITS) - 1))

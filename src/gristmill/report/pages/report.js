@@ -1,5 +1,6 @@
 // The report: one page that holds its own data, from top to bottom.
 
+import { followTheme } from "./theme.js";
 import { stragglerTable, timeFigure, timeTable } from "./account.js";
 import { chartOf, higherIsBetter, MARKER_COLOURS, markerKind, SECTIONS } from "./catalog.js";
 import { Board, cssColour, seriesColour } from "./charts.js";
@@ -396,17 +397,5 @@ const parts = [header(), controls(), chartSections(), account(), stragglers(), e
   samples(), settings(), environment(), events(), footer()];
 document.getElementById("page").replaceChildren(...parts.flat().filter(Boolean));
 
-const { documentElement } = document;
-const themeButton = document.getElementById("theme");
-const asked = new URLSearchParams(location.search).get("theme");
-const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-const useTheme = (name) => {
-  documentElement.dataset.theme = name;
-  themeButton.textContent = name === "dark" ? "Light" : "Dark";
-};
-themeButton.setAttribute("aria-label", "Switch between light and dark");
-themeButton.addEventListener("click", () =>
-  useTheme(documentElement.dataset.theme === "dark" ? "light" : "dark"));
-if (!asked) prefersDark.addEventListener("change", (event) => useTheme(event.matches ? "dark" : "light"));
-useTheme(documentElement.dataset.theme);
+followTheme();
 redraw();
