@@ -133,6 +133,13 @@ class LocalTasks:
     def running(self) -> Collection[int]:
         return self._running.keys()
 
+    chooses_machine = False
+
+    def end(self, number: int) -> None:
+        # Its process is polled as before.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._running[number].pid, signal.SIGKILL)
+
     def stop(self) -> str:
         self._waiting.clear()
         count = len(self._running)
@@ -226,6 +233,15 @@ class SlurmTasks:
     @property
     def running(self) -> Collection[int]:
         return self._running
+
+    chooses_machine = True
+
+    def end(self, number: int) -> None:
+        for id, left in self._arrays.items():
+            if number in left:
+                # If Slurm does not answer, the task is left to itself.
+                with contextlib.suppress(UserError):
+                    try_scheduler(["scancel", f"{id}_{number}"], needs=NEEDS)
 
     def stop(self) -> str:
         ids = [id for id, left in self._arrays.items() if left]
@@ -371,6 +387,12 @@ class RayTasks:
     def running(self) -> Collection[int]:
         # Ray does not tell, but it begins with those that it was given first.
         return list(self._under_way)[: self._room]
+
+    chooses_machine = True
+
+    def end(self, number: int) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+            self._ray.cancel(self._under_way[number], force=True)
 
     def stop(self) -> str:
         self._waiting.clear()

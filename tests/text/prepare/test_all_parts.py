@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from gristmill.base.errors import Exit, UserError
 from gristmill.cli import prepare_parts
 from gristmill.cli.main import app
+from gristmill.text.prepare import all_parts
 from gristmill.text.prepare.all_parts import log_pattern
 from gristmill.text.prepare.part_status import PartState, part_statuses
 from gristmill.text.prepare.prepare import PrepareProgress, prepare
@@ -68,6 +69,7 @@ class HereTasks:
     name: str = "here"
     poll_seconds: float = 0.0
     running: Collection[int] = ()
+    chooses_machine: bool = True
     submitted: Collection[int] = ()
     """What an earlier process is taken to have submitted."""
     started: list[int] = field(default_factory=list)
@@ -99,19 +101,50 @@ class HereTasks:
         ended, self._ended = self._ended, {}
         return ended
 
+    def end(self, number: int) -> None:
+        raise AssertionError("no part hangs or lags")
+
     def stop(self) -> str:
         return "stopped"
+
+
+@dataclass
+class SlowTasks(HereTasks):
+    """An engine whose tasks run for a moment; some of them hang at their first attempt."""
+
+    hanging: Collection[int] = ()
+    moment: float = 0.15
+    ended: list[int] = field(default_factory=list)
+    _until: dict[int, float] = field(default_factory=dict)
+
+    def start(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.started.append(number)
+            hangs = number in self.hanging and self.started.count(number) == 1
+            self._until[number] = time.monotonic() + (1e9 if hangs else self.moment)
+        self.running = self._until.keys()
+
+    def poll(self) -> Mapping[int, int | None]:
+        for number in [n for n, due in self._until.items() if time.monotonic() > due]:
+            del self._until[number]
+            self._run(number)
+        return super().poll()
+
+    def end(self, number: int) -> None:
+        self.ended.append(number)
+        del self._until[number]
+        self._ended[number] = -9
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[HereTasks]]:
     """Let `--engine local` do the parts in this process; the engines that were made."""
 
-    def use(**settings: Any) -> list[HereTasks]:
+    def use(kind: type[HereTasks] = HereTasks, **settings: Any) -> list[HereTasks]:
         made: list[HereTasks] = []
 
         def build(arguments: Sequence[str], options: Any, **places: Any) -> HereTasks:
-            made.append(HereTasks(arguments, **settings))
+            made.append(kind(arguments, **settings))
             return made[-1]
 
         monkeypatch.setattr(prepare_parts, "_build_engine", build)
@@ -208,6 +241,38 @@ def test_too_many_deaths_are_a_failure_and_the_rest_is_kept(
     assert made[0].started == [2]
     invoke("in", "-o", "one/set", "-t", "bytes")
     assert files_of("many") == files_of("one")
+
+
+@pytest.mark.parametrize("how", ["hangs", "lags"])
+def test_a_part_that_hangs_or_lags_is_started_anew(
+    here: Callable[..., list[HereTasks]], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(all_parts, "_COUNT_EVERY", 0.02)
+    monkeypatch.setattr(all_parts, "_HANGS" if how == "hangs" else "_LAGS_LEAST", 0.4)
+    invoke("in", "-t", "bytes", "-o", "whole/set")
+    made = here(SlowTasks, hanging=(2,), chooses_machine=how == "lags")
+    told = invoke("in", "-t", "bytes", "-o", "parts/set", "--parts", "4", "--engine", "local")
+    (engine,) = made
+    assert isinstance(engine, SlowTasks)
+    assert engine.ended == [2]
+    assert engine.started == [1, 2, 3, 4, 2]
+    words = "has written nothing for" if how == "hangs" else "lags behind: 0% after"
+    assert words in told
+    assert files_of("parts") == files_of("whole")
+
+
+def test_a_part_is_not_ended_for_ever(
+    here: Callable[..., list[HereTasks]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one attempt left, a slow part may still end by itself."""
+    monkeypatch.setattr(all_parts, "_COUNT_EVERY", 0.02)
+    monkeypatch.setattr(all_parts, "_HANGS", 0.1)
+    made = here(SlowTasks, moment=0.6)
+    words = ["in", "-t", "bytes", "-o", "parts/set", "--parts", "2", "--engine", "local"]
+    invoke(*words, "--attempts", "1")
+    (engine,) = made
+    assert isinstance(engine, SlowTasks)
+    assert (engine.ended, engine.started) == ([], [1, 2])
 
 
 def test_what_was_submitted_is_not_started_twice(here: Callable[..., list[HereTasks]]) -> None:

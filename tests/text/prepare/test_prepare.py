@@ -191,7 +191,7 @@ def test_only_the_first_hundred_places_are_kept(tmp_path: Path) -> None:
 ITEMS = st.lists(
     st.one_of(
         st.builds(Document, text=st.text(max_size=30), origin=st.just("a:1")),
-        st.builds(Dropped, reason=st.sampled_from(Reason), origin=st.just("a:1")),
+        st.builds(Dropped, reason=st.sampled_from([Reason.EMPTY_TEXT, Reason.WRONG_TYPE]), origin=st.just("a:1")),
     ),
     max_size=40,
 )

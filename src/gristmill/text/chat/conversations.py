@@ -160,7 +160,7 @@ def require_conversations(name: str, ledger: LineLedger) -> None:
 
 def _parse(line: str | Reason) -> tuple[Message, ...]:
     if isinstance(line, Reason):
-        blank = line is Reason.EMPTY_TEXT
+        blank = line == Reason.EMPTY_TEXT
         raise _BadLineError(BadLine.BLANK if blank else BadLine.INVALID_UTF8)
     if not line.strip():
         raise _BadLineError(BadLine.BLANK)

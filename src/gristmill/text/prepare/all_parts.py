@@ -3,6 +3,8 @@
     parts that are done   kept, if the same command made them from the same text
     all others            an engine runs them: one command for each, `prepare … --parts 8 --part 3`
     one that dies         runs again and resumes, a few times at most
+    one that hangs        is ended, and runs again likewise
+    one that lags         likewise, once, if the engine may choose another machine
     one that fails        not again: bad data, a full disk or a wrong command stay what they are
     all are done          merged into what one preparation would have made, read again from the
                           disk, and removed
@@ -15,6 +17,7 @@ what the engine submitted to others, and that merging has begun.
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,7 +29,14 @@ from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.exits import read_exit_report, read_remedy
 from gristmill.base.files import read_json, require_room, write_sealed_json
 from gristmill.base.locks import OutputLock
-from gristmill.text.prepare.journal import Cursor, HopelessError, Ledger, SetCounts
+from gristmill.base.units import format_seconds
+from gristmill.text.prepare.journal import (
+    Cursor,
+    HopelessError,
+    Ledger,
+    SetCounts,
+    journal_file,
+)
 from gristmill.text.prepare.outputs import check_complete, save_tokenizer
 from gristmill.text.prepare.part_status import (
     PartsState,
@@ -59,6 +69,12 @@ _AGAIN = 5.0
 _COUNT_EVERY = 2.0
 """Seconds between looks at what the running parts have saved."""
 _MAX_NAMED = 5
+_HANGS = 900.0
+"""Seconds without a word from a running part, after which it is ended."""
+_LAGS = 2.0
+"""A part lags if it needs longer than this many times the usual time of a part for what is left."""
+_LAGS_LEAST = 120.0
+"""Seconds for which a part must have run to be taken for one that lags."""
 
 
 class TaskEngine(Protocol):
@@ -93,6 +109,13 @@ class TaskEngine(Protocol):
     @property
     def running(self) -> Collection[int]:
         """The tasks that were running at the last poll; the others wait."""
+
+    @property
+    def chooses_machine(self) -> bool:
+        """Whether a task that is started again may run on another machine."""
+
+    def end(self, number: int) -> None:
+        """End one running task; `poll` tells when it has ended."""
 
     def stop(self) -> str:
         """Stop all tasks, or leave them to themselves; says which."""
@@ -237,6 +260,14 @@ class _PartsRun:
         self._again: dict[int, float] = {}
         """When to try to get such a lock again."""
         self._failures: dict[int, UserError] = {}
+        self._since: dict[int, float] = {}
+        """When each running part was first seen to run."""
+        self._took: list[float] = []
+        """Seconds of the parts that are done."""
+        self._ended: set[int] = set()
+        """Parts that were ended because they hung or lagged, until they begin again."""
+        self._lagged: set[int] = set()
+        """Parts that were ended once because they lagged."""
         self._saved: dict[int, tuple[SetCounts, int]] = {}
         """What unfinished parts have saved, and the bytes on disk that they have read."""
 
@@ -316,6 +347,8 @@ class _PartsRun:
                 del self._again[number]
             for number, status in ended.items():
                 self._begun.discard(number)
+                if (since := self._since.pop(number, None)) is not None and not status:
+                    self._took.append(now - since)
                 if not self._look(number) and self._after(number, status):
                     again.append(number)
             if again:
@@ -326,14 +359,48 @@ class _PartsRun:
                 count_at = now + _COUNT_EVERY
                 for number in self._engine.running:
                     self._look(number)
+                    self._since.setdefault(number, now)
                 self._report(before)
+                self._end_stragglers(now)
             time.sleep(self._engine.poll_seconds)
         if self._failures:
             raise self._failure()
 
+    def _end_stragglers(self, now: float) -> None:
+        """End parts that hang or lag; they begin again and resume from what they have saved."""
+        for number in set(self._engine.running) - self._ended:
+            why = self._why_behind(number, now)
+            if why is not None and self._tries[number] + 1 < self._attempts:
+                self._ended.add(number)
+                self._listener.note(f"part {self._requests[number].part} {why}; it is started anew")
+                self._engine.end(number)
+
+    def _why_behind(self, number: int, now: float) -> str | None:
+        """Why a running part is ended; None if it goes well."""
+        name, ran = self._requests[number].name, now - self._since[number]
+        quiet = time.time() - max(map(_changed, (journal_file(name), log_file(name))))
+        if min(quiet, ran) > _HANGS:
+            return f"has written nothing for {format_seconds(quiet)}"
+        waiting = len(self._begun) > len(self._engine.running)
+        if waiting or number in self._lagged or not self._engine.chooses_machine:
+            return None
+        total, (_, read) = self._plans[number].bytes_total, self._saved.get(number, (None, 0))
+        if len(self._took) < len(self._requests) / 2 or ran < _LAGS_LEAST or not total:
+            return None
+        usual, left = statistics.median(self._took), 1 - read / total
+        if ran * left <= _LAGS * usual * (1 - left):
+            return None
+        self._lagged.add(number)
+        return f"lags behind: {read / total:.0%} after {format_seconds(ran)}"
+
     def _after(self, number: int, status: int | None) -> bool:
         """Whether to run a part again that has ended without being done."""
         part, now = self._requests[number], time.monotonic()
+        if number in self._ended:
+            self._ended.discard(number)
+            self._lost[number] = now
+            self._tries[number] += 1
+            return True
         if status == Exit.REFUSED and now < self._lost.get(number, -_LINGERING) + _LINGERING:
             # Perhaps for the lock, which may be gone by now.
             first, self._refused = number not in self._refused, {*self._refused, number}
@@ -390,6 +457,14 @@ class _PartsRun:
                 seconds=time.perf_counter() - self._began,
             )
         )
+
+
+def _changed(file: Path) -> float:
+    """When a file was written last; 0 if it is not there."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _ending(status: int | None) -> str:

@@ -40,6 +40,7 @@ from gristmill.tokens.format import LEDGER_FILE, TokenReader, file_of
 from gristmill.tokens.hashed_file import HashedFile
 
 _MAX_PLACES = 100
+"""Dropped lines that are named for each reason, and files that are."""
 
 
 class HopelessError(DataError):
@@ -54,7 +55,7 @@ class Ledger:
     kept: int = 0
     dropped: Counter[Reason] = field(default_factory=Counter)
     places: list[Dropped] = field(default_factory=list)
-    """The first 100 dropped lines."""
+    """The first 100 dropped lines of each reason."""
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     """Files and folders that were left out; their lines are not counted."""
     skipped_places: list[Skipped] = field(default_factory=list)
@@ -66,16 +67,20 @@ class Ledger:
             self.skipped_places.append(item)
 
     def drop(self, item: Dropped) -> None:
-        self.dropped[item.reason] += 1
-        if len(self.places) < _MAX_PLACES:
+        if self.dropped[item.reason] < _MAX_PLACES:
             self.places.append(item)
+        self.dropped[item.reason] += 1
 
     def add(self, other: Ledger) -> None:
         """Append the ledger of the part that follows."""
         self.lines += other.lines
         self.kept += other.kept
+        room = {reason: _MAX_PLACES - self.dropped[reason] for reason in other.dropped}
+        for item in other.places:
+            if room[item.reason] > 0:
+                self.places.append(item)
+                room[item.reason] -= 1
         self.dropped.update(other.dropped)
-        self.places += other.places[: _MAX_PLACES - len(self.places)]
         self.skipped.update(other.skipped)
         self.skipped_places += other.skipped_places[: _MAX_PLACES - len(self.skipped_places)]
 
@@ -84,8 +89,9 @@ class Ledger:
         assert self.lines == self.kept + self.dropped.total(), f"lines unaccounted for: {self}"
         if self.kept or may_be_empty:
             return
-        counts = [*self.dropped.items(), *self.skipped.items()]
-        reasons = ", ".join(f"{count} {reason.value}" for reason, count in counts)
+        counts = [(reason.value, count) for reason, count in self.dropped.items()]
+        counts += [(reason.value, count) for reason, count in self.skipped.items()]
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
         origins = [item.origin for item in self.places]
         origins += [item.origin for item in self.skipped_places]
         raise HopelessError(
@@ -99,9 +105,7 @@ class Ledger:
             "lines": self.lines,
             "kept": self.kept,
             "dropped": {reason.value: count for reason, count in self.dropped.items()},
-            "first_dropped": [
-                {"origin": item.origin, "reason": item.reason.value} for item in self.places
-            ],
+            "first_dropped": [_dropped_as_json(item) for item in self.places],
             "skipped": {reason.value: count for reason, count in self.skipped.items()},
             "first_skipped": [
                 {"origin": item.origin, "reason": item.reason.value, "what": item.what}
@@ -115,7 +119,10 @@ class Ledger:
             lines=value["lines"],
             kept=value["kept"],
             dropped=Counter({Reason(why): count for why, count in value["dropped"].items()}),
-            places=[Dropped(Reason(p["reason"]), p["origin"]) for p in value["first_dropped"]],
+            places=[
+                Dropped(Reason(p["reason"], p.get("text", "")), p["origin"])
+                for p in value["first_dropped"]
+            ],
             skipped=Counter(
                 {SkipReason(why): count for why, count in value.get("skipped", {}).items()}
             ),
@@ -124,6 +131,11 @@ class Ledger:
                 for p in value.get("first_skipped", ())
             ],
         )
+
+
+def _dropped_as_json(item: Dropped) -> dict[str, str]:
+    facts = {"origin": item.origin, "reason": item.reason.value}
+    return {**facts, "text": item.reason.sample} if item.reason.sample else facts
 
 
 def merge_ledgers(prefixes: Sequence[Path], output: Path) -> None:

@@ -22,9 +22,9 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from gristmill.base.files import DECOMPRESSED_PIECE, decompressed, is_compressed
 from gristmill.base.units import format_bytes
@@ -41,15 +41,28 @@ STDIN_NAME = "<stdin>"
 _BY_FIRST_BYTE = {b"{": ".jsonl", b"[": ".json-array"}
 
 
-class Reason(enum.Enum):
-    """Why a line did not become a document."""
+@dataclass(frozen=True)
+class Reason:
+    """Why a line did not become a document: one of these, or what a later step found."""
 
-    INVALID_JSON = "invalid json"
-    INVALID_CSV = "invalid csv"
-    MISSING_KEY = "missing key"
-    WRONG_TYPE = "wrong type"
-    INVALID_UTF8 = "invalid utf-8"
-    EMPTY_TEXT = "empty text"
+    INVALID_JSON: ClassVar[Reason]
+    INVALID_CSV: ClassVar[Reason]
+    MISSING_KEY: ClassVar[Reason]
+    WRONG_TYPE: ClassVar[Reason]
+    INVALID_UTF8: ClassVar[Reason]
+    EMPTY_TEXT: ClassVar[Reason]
+
+    value: str
+    sample: str = field(default="", compare=False)
+    """The beginning of the text that was dropped, if there was one."""
+
+
+Reason.INVALID_JSON = Reason("invalid json")
+Reason.INVALID_CSV = Reason("invalid csv")
+Reason.MISSING_KEY = Reason("missing key")
+Reason.WRONG_TYPE = Reason("wrong type")
+Reason.INVALID_UTF8 = Reason("invalid utf-8")
+Reason.EMPTY_TEXT = Reason("empty text")
 
 
 class SkipReason(enum.Enum):
