@@ -188,10 +188,11 @@ def test_only_the_first_hundred_places_are_kept(tmp_path: Path) -> None:
     assert [place.origin for place in ledger.places] == [f"a:{n}" for n in range(1, 101)]
 
 
+REASONS = [Reason.EMPTY_TEXT, Reason.WRONG_TYPE]
 ITEMS = st.lists(
     st.one_of(
         st.builds(Document, text=st.text(max_size=30), origin=st.just("a:1")),
-        st.builds(Dropped, reason=st.sampled_from([Reason.EMPTY_TEXT, Reason.WRONG_TYPE]), origin=st.just("a:1")),
+        st.builds(Dropped, reason=st.sampled_from(REASONS), origin=st.just("a:1")),
     ),
     max_size=40,
 )
