@@ -28,11 +28,6 @@ from gristmill.base.exits import stop_signals
 from gristmill.base.process import usable_cores
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.progress import ProgressLine
-from gristmill.config.load import load_launch
-from gristmill.launch.jobs.batch import has_no_effect
-from gristmill.launch.jobs.slurm import Slurm
-from gristmill.launch.jobs.submit import gristmill_command
-from gristmill.launch.tasks import LocalTasks, SlurmTasks
 from gristmill.text.prepare.all_parts import (
     PartsListener,
     PartsProgress,
@@ -352,6 +347,8 @@ def _build_engine(
             arguments, logs=logs, at_once=at_once, cores=options.workers, address=address
         )
 
+    from gristmill.launch.tasks import LocalTasks
+
     command = [sys.executable, "-m", "gristmill", *arguments]
     fitting = max(1, usable_cores() // options.workers)
     return LocalTasks(command, logs=logs, at_once=at_once or fitting)
@@ -360,6 +357,12 @@ def _build_engine(
 def _slurm_engine(
     arguments: Sequence[str], options: PartsOptions, *, logs: str, name: Path
 ) -> TaskEngine:
+    # A preparation without jobs starts sooner without their settings.
+    from gristmill.config.load import load_launch
+    from gristmill.launch.jobs.batch import has_no_effect
+    from gristmill.launch.jobs.slurm import Slurm
+    from gristmill.launch.jobs.submit import gristmill_command
+    from gristmill.launch.tasks import SlurmTasks
 
     # A part is one process on one node, whatever it is asked for.
     settings = (f"cpus_per_process={options.workers}", *options.launch)
