@@ -35,6 +35,7 @@ from gristmill.cli.prepare_parts import (
     Attempts,
     EngineName,
     JobSettings,
+    Page,
     RayAddress,
     Status,
     characters_of,
@@ -231,6 +232,7 @@ def prepare(
     ray_address: RayAddress = None,
     launch: JobSettings = None,
     status: Status = False,
+    page: Page = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -240,7 +242,7 @@ def prepare(
     """
     follow_supervisor()
     if status:
-        show_parts(output, parts, as_json=as_json, quiet=quiet)
+        show_parts(output, parts, page=page, as_json=as_json, quiet=quiet)
         return
     if not sources:
         what, remedy = "no source is given", "name files, folders or a corpus"
@@ -254,6 +256,7 @@ def prepare(
         attempts=attempts,
         ray_address=ray_address,
         launch=launch or (),
+        page=page,
     )
     if separator is not None and (not separator or documents is not DocumentSplit.FILE):
         raise UserError(
