@@ -23,12 +23,13 @@ from gristmill.config.model import GPTConfig
 from gristmill.config.optim import PreconditionerConfig
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import Resolved, resolve
-from gristmill.config.schema import DataConfig, RunConfig
-from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
+from gristmill.config.schema import RunConfig
+from gristmill.data.build import MIXTURE, build_rules, build_stream, order_identity
 from gristmill.data.conversations import ChatOptions, open_chat, open_conversations
 from gristmill.data.dataset import DatasetSplit, Mixture, RunData, open_data, prove_tokenizer
 from gristmill.data.intact import ContentCheck
 from gristmill.data.loader import Batch, DocumentRules, Loader, validation_batches
+from gristmill.data.mixture import same_until
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import memory_explained
 from gristmill.distributed.liveness.stragglers import Pace
@@ -52,6 +53,7 @@ from gristmill.train.health import RunHealth
 from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage, Validate
 from gristmill.train.memory import explainer, fitted, note_of
 from gristmill.train.meter import AHEAD, Meter
+from gristmill.train.order import order_spec
 from gristmill.train.task_evaluation import EvaluateTasks
 from gristmill.train.tracker import Tracker
 
@@ -192,6 +194,7 @@ def assemble(
         identity=_identity(config, resolved, data, tokenizer, chat),
         identity_defaults=_of_model(config.model.identity_defaults()),
         identity_retired=_of_model(config.model.retired),
+        identity_until={MIXTURE: same_until},
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": resolved.vocab},
         strategy=strategy.state(),
         strategy_tensors=strategy.tensors,
@@ -359,17 +362,6 @@ def document_rules(run: BuiltRun) -> DocumentRules:
     if run.config.packs_conversations:
         return DocumentRules(doc_starts="files", attention=True, positions=True)
     return build_rules(run.config.data, end_of_text=run.tokenizer.end_of_text)
-
-
-def order_spec(data: DataConfig, resolved: Resolved, folder: RunFolder | None = None) -> OrderSpec:
-    """What the sample order of a run depends on."""
-    in_run = None if folder is None else folder.path / "index"
-    return OrderSpec(
-        sequence=resolved.sequence,
-        seed=resolved.data_seed,
-        samples=resolved.asked_samples,
-        cache=Path(data.cache) if data.cache else in_run,
-    )
 
 
 def build_loader(run: BuiltRun) -> Loader:
