@@ -260,6 +260,7 @@ def test_the_stages_are_told_with_their_counts() -> None:
         (["tokens/web", "tokens/code"], ("web", "code")),
         (["/data/web/tokens", "/data/code/tokens/"], ("web/tokens", "code/tokens")),
         (["web", "more/web"], ("web", "more/web")),
+        (["tokens/web", "tokens/code_text_document"], ("web", "code")),
         (["a/b", "a//b"], ("a/b", "a//b")),
     ],
 )

@@ -153,7 +153,8 @@ def find_sources(name: str, paths: Sequence[str]) -> list[int]:
 
 
 def _parts(path: str) -> list[str]:
-    return [part for part in path.split("/") if part] or [path]
+    # Megatron's files end on this, which says nothing.
+    return [part for part in path.removesuffix("_text_document").split("/") if part] or [path]
 
 
 def by_source(values: Mapping[str, float], paths: Sequence[str]) -> dict[int, float]:

@@ -417,6 +417,14 @@ class RunConfig(Settings):
         return self.validation.train_windows or 0
 
     @property
+    def recorded_sources(self) -> int:
+        """How many sources have their losses recorded with every step; 0 if none."""
+        several = len(self.data.sources) > 1
+        # A step on XLA devices is one function, which knows the loss of the whole batch only.
+        recorded = self.track.sources and several and self.runtime.device != "xla"
+        return len(self.data.sources) if recorded else 0
+
+    @property
     def packs_conversations(self) -> bool:
         """Whether several conversations share a sample, kept apart by the model's attention."""
         return self.data.kind == "chat" and Ability.DOCUMENTS in self.model.abilities

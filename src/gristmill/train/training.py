@@ -57,6 +57,7 @@ from gristmill.train.memory import explainer, may_fit, note_of
 from gristmill.train.observer import RunObserver
 from gristmill.train.order import order_problem
 from gristmill.train.resume import Resumed, resume
+from gristmill.train.sources import run_sources
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_alerts, build_tracker
 
@@ -296,7 +297,7 @@ class Training:
                 exit_every=config.train.exit_every,
             )
             loader = build_loader(run)
-            self.observer.effort = loader.effort
+            self.observer.effort, hooks.meter.sources = loader.effort, run_sources(config, loader)
             batches = loader.starting_at(state.progress)
             cleanup.callback(batches.close)
             advice = 'set train.micro_batch lower (and train.batch), or train.recompute = "full"'
