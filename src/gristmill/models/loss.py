@@ -316,11 +316,10 @@ def sums_of(losses_N: torch.Tensor, terms: LossTerms, part: slice = slice(None))
     """The sum of some tokens' losses, and if the terms ask for it that of each source's."""
     if terms.sources_B is None:
         return losses_N.sum()
-    sources_N = terms.sources_B[part]
-    rows = [
-        torch.where(sources_N == source, losses_N, 0.0).sum() for source in range(terms.sources)
-    ]
-    return torch.stack([losses_N.sum(), *rows])
+    numbers_S1 = torch.arange(terms.sources, device=losses_N.device)[:, None]
+    of_source_SN = terms.sources_B[part] == numbers_S1
+    sums_S = torch.where(of_source_SN, losses_N, 0.0).sum(dim=1)
+    return torch.cat([losses_N.sum()[None], sums_S])
 
 
 def _add_gradient(
