@@ -287,6 +287,7 @@ def _fields(record: Any, *, leave_out: Any) -> list[str]:
 def _json_type(annotation: str) -> str:
     """A field's annotation in the words of JSON."""
     names = {"int": "whole number", "float": "number", "str": "text", "None": "null"}
+    names["Parts"] = "table of tables"
     if annotation.startswith("Literal["):
         return " or ".join(f'"{value}"' for value in ast.literal_eval(annotation[7:]))
     return " or ".join(names.get(part, part) for part in annotation.split(" | "))
