@@ -32,7 +32,7 @@ import io
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -308,11 +308,27 @@ def _slices(
         yield TextBlock(start, start + part.num_rows, disk, content=_rows(part, options))
 
 
-def _open_parquet(source: Source) -> Any:
-    # Without the last two options, a row group would be loaded whole.
-    return _pyarrow("pyarrow.parquet").ParquetFile(
-        source.path, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER
-    )
+@contextmanager
+def _open_parquet(source: Source) -> Iterator[Any]:
+    with ExitStack() as stack:
+        place = source.path or stack.enter_context(source.open_file())
+        # Without the last two options, a row group would be loaded whole.
+        yield stack.enter_context(
+            _pyarrow("pyarrow.parquet").ParquetFile(
+                place, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER
+            )
+        )
+
+
+@contextmanager
+def _open_arrow(source: Source) -> Iterator[Any]:
+    arrow = _pyarrow()
+    if source.path:
+        with arrow.OSFile(str(source.path)) as handle:
+            yield handle
+        return
+    with source.open_file() as file:
+        yield arrow.PythonFile(file, mode="r")
 
 
 class _RowGroup(NamedTuple):
@@ -375,7 +391,7 @@ def _read_parquet(source: Source, block: TextBlock, options: ReadOptions) -> Tex
 
 
 def _cut_arrow(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
-    with _opening(source), _pyarrow().OSFile(str(source.path)) as handle:
+    with _opening(source), _open_arrow(source) as handle:
         ipc = _pyarrow("pyarrow.ipc")
         start = handle.read(len(_ARROW_FILE))
         if start.startswith(_OLD_FEATHER):
