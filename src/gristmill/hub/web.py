@@ -6,9 +6,9 @@
 A server has to send ranges, and to say which version of the file it sends (ETag or Last-Modified).
 Every answer is compared with the first one, whether or not the server minds `If-Match`. The
 standard library is enough: the clients of Hugging Face's libraries differ between their versions,
-and none gives what it had received before a connection broke. Proxies are those of the environment. Names
-and passwords in a URL, and headers with a token, are sent to the host of the URL only, never to one
-that it redirects to.
+and none gives what it had received before a connection broke. Proxies are those of the
+environment. Names and passwords in a URL, and headers with a token, are sent to the host of the URL
+only, never to one that it redirects to.
 """
 
 from __future__ import annotations
