@@ -91,6 +91,19 @@ class TokenFormat(enum.StrEnum):
     NPY = "npy"
 
 
+class ReadFormat(enum.StrEnum):
+    """The formats of token files that are read: those above, and some of data pipelines."""
+
+    FLAT = "flat"
+    MEGATRON = "megatron"
+    MEGATRON_CACHED = "megatron-cached"
+    MEGATRON_LAZY = "megatron-lazy"
+    LLMC = "llmc"
+    NPY = "npy"
+    DATATROVE = "datatrove"
+    DOLMA = "dolma"
+
+
 def _parse_output(text: str) -> Path:
     """A name for token files; a folder is none."""
     path = Path(text)

@@ -24,6 +24,7 @@ from gristmill.cli.options import (
     Output,
     Overwrite,
     Quiet,
+    ReadFormat,
     ShardSize,
     Sources,
     TokenFormat,
@@ -72,19 +73,20 @@ Prefix = Annotated[
     Path, typer.Argument(metavar="NAME", help="Name of the token files, without an ending.")
 ]
 From = Annotated[
-    TokenFormat | None,
+    ReadFormat | None,
     _foreign_option(
         "--from",
         metavar="FORMAT",
-        help="Their format, if it is not recognised: flat, megatron (all of its kinds), llmc or "
-        "npy.",
+        help="Their format, if it is not recognised: flat, megatron (all of its kinds), llmc, npy, "
+        "datatrove or dolma.",
     ),
 ]
 Dtype = Annotated[
     IdType | None,
     _foreign_option(
         metavar="TYPE",
-        help="How ids are stored, with --from flat: uint16 (if not given), uint32 or int32.",
+        help="How ids are stored, with --from flat, datatrove or dolma, where nothing states it: "
+        "uint16, uint32 or int32.",
     ),
 ]
 EndOfText = Annotated[
