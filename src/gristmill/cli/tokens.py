@@ -31,6 +31,7 @@ from gristmill.cli.options import (
     output_option,
 )
 from gristmill.cli.progress import ProgressLine
+from gristmill.cli.tokens_copy import COPY, copy_set
 from gristmill.cli.tokens_origins import FIND, WHICH, find_text, which_documents
 from gristmill.report.tokens_page import write_tokens_page
 from gristmill.text.prepare.journal import merge_ledgers
@@ -108,6 +109,7 @@ MadeBy = Annotated[
 
 tokens.command("which", epilog=WHICH)(which_documents)
 tokens.command("find", epilog=FIND)(find_text)
+tokens.command("copy", epilog=COPY)(copy_set)
 
 
 INSPECT = """

@@ -102,9 +102,15 @@ def changed(name: str) -> DataError:
     )
 
 
-def missing(name: str) -> DataError:
+class NothingThereError(DataError):
+    """There is no object at an address."""
+
+
+def missing(name: str) -> NothingThereError:
     """The error for an object that is not there."""
-    return DataError("there is nothing at this address", where=name, remedy="check the address")
+    return NothingThereError(
+        "there is nothing at this address", where=name, remedy="check the address"
+    )
 
 
 def forbidden(name: str, what: str, remedy: str) -> DataError:

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from gristmill.base.errors import DataError, UserError
 from gristmill.hub.buckets import GoogleStore, S3Store
 from gristmill.hub.hub_files import HubStore
-from gristmill.hub.objects import RemoteObject, Store, WritableStore, missing, scheme_of, shown
+from gristmill.hub.objects import (
+    NothingThereError,
+    RemoteObject,
+    Store,
+    WritableStore,
+    missing,
+    scheme_of,
+    shown,
+)
 from gristmill.hub.patience import patiently
 from gristmill.hub.web import WebStore
 
@@ -47,6 +55,15 @@ def writable_store_of(url: str) -> WritableStore:
             remedy=f"give the name of a local set, or one that begins with {known}",
         )
     return WRITABLE[scheme]
+
+
+def look_for(url: str) -> RemoteObject | None:
+    """The one object at a URL, if it is there."""
+    try:
+        found = patiently(lambda: store_of(url).find(url), shown(url))
+    except NothingThereError:
+        return None
+    return next((item for item in found if item.name == shown(url)), None)
 
 
 def find_objects(url: str) -> list[RemoteObject]:

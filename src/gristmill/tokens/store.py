@@ -26,6 +26,7 @@ PREFIX.starts without a manifest is left by an interrupted writer of ours; such 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ import numpy as np
 
 from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import SEAL, read_json, seal_of, sha256_file
+from gristmill.hub.objects import shown
 from gristmill.tokens import megatron, pipelines, shards
 from gristmill.tokens.format import (
     COPY_AGAIN,
@@ -56,6 +58,8 @@ from gristmill.tokens.format import (
 )
 from gristmill.tokens.writer import SHARD_ENDINGS, TokenWriter, shard_suffixes
 
+_ADDRESS = re.compile(r"(https?|s3|gs|hf):/+(.*)")
+"""As a path writes it."""
 _SAMPLE = 1 << 16
 _SAMPLES = 8
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -270,6 +274,12 @@ def find_manifest(prefix: Path) -> Manifest | None:
 
 
 def _not_found(prefix: Path, *, format: str | None) -> TokensNotFoundError:
+    if match := _ADDRESS.match(str(prefix)):
+        return TokensNotFoundError(
+            "token files are mapped into memory, so they have to be on a disk of this machine",
+            where=shown(f"{match[1]}://{match[2]}"),
+            remedy="bring the set here first: gristmill tokens copy ADDRESS tokens/NAME",
+        )
     manifest = file_of(prefix, ".json")
     if any(file_of(prefix, suffix).exists() for suffix in (".bin", ".starts")):
         return TokensNotFoundError(
