@@ -47,7 +47,7 @@ def base(kind: str) -> str:
     return f"{kind}://box/sets"
 
 
-@pytest.mark.parametrize("kind", ["s3", "gs"])
+@pytest.mark.parametrize("kind", ["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def test_there_and_back_again(store: Any, made: Path, tmp_path: Path, kind: str) -> None:
     url = f"{base(kind)}/x"
     seen: list[tuple[int, int]] = []

@@ -87,6 +87,8 @@ gristmill prepare crawl.jsonl.gz -o tokens/crawl --split 999,1 -t bytes
 
 gristmill prepare openwebtext -o 'data/openwebtext/{split}'
 
+gristmill prepare 's3://bucket/crawl/*.jsonl.gz' -o s3://bucket/tokens/crawl
+
 gristmill prepare crawl/ -o tokens/crawl --parts 64 --engine local
 
 gristmill prepare crawl/ -o tokens/crawl --parts 8    (a task of a job array)
@@ -101,7 +103,8 @@ def prepare(
         typer.Argument(
             metavar="SOURCE…",
             help="Files, globs, folders (JSON, CSV, Parquet, Arrow, text; .gz .bz2 .xz .zst), "
-            "- for stdin, hf:NAME[@REVISION] for a dataset, or the name of a corpus.",
+            "- for stdin, addresses (s3:// gs:// hf:// https://), hf:NAME[@REVISION] for a dataset, "
+            "or the name of a corpus.",
         ),
     ] = None,
     *,

@@ -22,6 +22,7 @@ from gristmill.base.errors import DataError, UserError, optional
 from gristmill.hub.client import first_line
 from gristmill.hub.listing import list_objects
 from gristmill.hub.objects import (
+    OnSent,
     PassingError,
     RemoteObject,
     changed,
@@ -139,9 +140,9 @@ class S3Store:
         if failure or len(received) != end - begin:
             raise failure or PassingError("the connection broke")
 
-    def write(self, file: Path, url: str) -> None:
+    def write(self, file: Path, url: str, progress: OnSent = lambda done: None) -> None:
         with _told(shown(url)):
-            _s3().put_file(str(file), _path(url))
+            _s3().put_file(str(file), _path(url), callback=_callback(progress))
 
     def remove(self, url: str) -> None:
         with _told(shown(url)):
@@ -167,6 +168,11 @@ def _sync(system: Any, call: Any, *words: Any, **options: Any) -> Any:
 
 def _facts(info: dict[str, Any], version: str) -> tuple[int, str]:
     return int(info["size"]), str(info[version])
+
+
+def _callback(progress: OnSent) -> Any:
+    library = optional("fsspec.callbacks", extra=EXTRA, purpose="writing to buckets")
+    return library.Callback(hooks={"show": lambda size, value, **more: progress(int(value))})
 
 
 @cache
@@ -209,9 +215,9 @@ class GoogleStore:
             raise PassingError("the connection broke")
         yield content
 
-    def write(self, file: Path, url: str) -> None:
+    def write(self, file: Path, url: str, progress: OnSent = lambda done: None) -> None:
         with _told(shown(url)):
-            _google().put_file(str(file), _path(url))
+            _google().put_file(str(file), _path(url), callback=_callback(progress))
 
     def remove(self, url: str) -> None:
         with _told(shown(url)):

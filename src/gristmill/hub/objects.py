@@ -15,10 +15,10 @@ that people and files see is its name, which has neither user nor query.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
 from gristmill.base.errors import DataError
@@ -26,6 +26,10 @@ from gristmill.base.errors import DataError
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 HIDDEN = "…"
 """Stands for the query of a URL."""
+
+
+OnSent: TypeAlias = Callable[[int], None]
+"""Called with the bytes that were sent."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Store(Protocol):
 class WritableStore(Store, Protocol):
     """A store that objects can be written to."""
 
-    def write(self, file: Path, url: str) -> None:
+    def write(self, file: Path, url: str, progress: OnSent = lambda done: None) -> None:
         """Put a file in place of an object, at once."""
 
     def remove(self, url: str) -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import make_folder, sha256_file, storage_errors, sync_file, sync_folder
 from gristmill.base.locks import OutputLock
-from gristmill.hub.objects import RemoteObject, shown
+from gristmill.hub.objects import OnSent, RemoteObject, shown
 from gristmill.hub.patience import patiently
 from gristmill.hub.remote_file import open_remote
 from gristmill.hub.stores import look_for, writable_store_of
@@ -107,10 +107,16 @@ def upload_set(
         if not overwrite:
             raise _existing(url)
         patiently(lambda: store.remove(f"{url}{_MANIFEST}"), shown(url))
-    done, total = 0, sum(content.facts.bytes for content in contents)
+    # Every byte is sent, and read back.
+    done, total = 0, 2 * sum(content.facts.bytes for content in contents)
     for suffix, facts in contents:
-        _put(file_of(prefix, suffix), f"{url}{suffix}", facts)
-        done += facts.bytes
+        before = done
+
+        def show(count: int, before: int = before) -> None:
+            progress(before + count, total)
+
+        _put(file_of(prefix, suffix), f"{url}{suffix}", facts, show)
+        done += 2 * facts.bytes
         progress(done, total)
 
 
@@ -119,15 +125,17 @@ def upload_file(file: Path, url: str) -> None:
     _put(file, url, FileFacts(file.stat().st_size, sha256_file(file)))
 
 
-def _put(file: Path, url: str, facts: FileFacts) -> None:
+def _put(file: Path, url: str, facts: FileFacts, progress: OnSent = lambda done: None) -> None:
     """Write one object, unless it is there, and read it back."""
     store = writable_store_of(url)
     for attempt in range(_ATTEMPTS):
         found = look_for(url)
-        if found and found.size == facts.bytes and _digest(found) == facts.sha256:
-            return
+        if found and found.size == facts.bytes:
+            digest = _digest(found, lambda count: progress(facts.bytes + count))
+            if digest == facts.sha256:
+                return
         if attempt < _ATTEMPTS - 1:
-            patiently(lambda: store.write(file, url), shown(url))
+            patiently(lambda: store.write(file, url, progress), shown(url))
     raise DataError(
         "what arrived there is not what was sent: its checksum differs",
         where=shown(url),
@@ -135,11 +143,12 @@ def _put(file: Path, url: str, facts: FileFacts) -> None:
     )
 
 
-def _digest(item: RemoteObject) -> str:
+def _digest(item: RemoteObject, progress: OnSent = lambda done: None) -> str:
     digest = hashlib.sha256()
     with open_remote(item) as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
+            progress(file.tell())
     return digest.hexdigest()
 
 

@@ -94,7 +94,10 @@ def ledger(prefix: Path, base: str) -> str:
     return Path(f"{prefix}.ledger.json").read_text().replace(base, "BASE/").partition('"seal"')[0]
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("web", 1), ("web", 2), ("s3", 1), ("gs", 1)])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("web", 1), ("web", 2), ("s3", 1), pytest.param("gs", 1, marks=pytest.mark.slow)],
+)
 def test_objects_give_what_local_files_give(
     store: Any, both: list[str], tmp_path: Path, kind: str, workers: int
 ) -> None:

@@ -62,14 +62,16 @@ _MAX_NAMES = 20
 _MAX_NAME_LENGTH = 40
 
 
-def missing_column(key: str, columns: Sequence[str]) -> ReadError:
-    """The failure of a table without a requested column."""
+def missing_column(key: str, columns: Sequence[str], texts: Sequence[str] = ()) -> ReadError:
+    """The failure of a table without a requested column; `texts` are those that hold text, if that
+    is known."""
     length = _MAX_NAME_LENGTH
     shown = [name if len(name) <= length else f"{name[:length]}…" for name in columns[:_MAX_NAMES]]
     more = f" and {len(columns) - _MAX_NAMES} more" if len(columns) > _MAX_NAMES else ""
     return ReadError(
         f"there is no column {key!r}; the columns are: {', '.join(shown)}{more}",
-        remedy="name the column that holds the text: --json-key",
+        remedy="name the column that holds the text: --json-key"
+        + (f" {texts[0]!r}, which is the only one of strings" if len(texts) == 1 else ""),
     )
 
 
@@ -239,7 +241,8 @@ def _check_columns(schema: Any, options: ReadOptions) -> None:
     for key in options.keys:
         indices = schema.get_all_field_indices(key)
         if not indices:
-            raise missing_column(key, schema.names)
+            texts = [field.name for field in schema if str(field.type) in _bytes_by_text()]
+            raise missing_column(key, schema.names, texts)
         if len(indices) > 1:
             raise ReadError(
                 f"there are {len(indices)} columns {key!r}", remedy="give each a name of its own"
