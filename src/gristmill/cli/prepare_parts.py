@@ -280,7 +280,7 @@ def check_parts_options(
     )
 
 
-def part_arguments(context: typer.Context, options: PartsOptions) -> list[str]:
+def part_arguments(context: typer.Context, options: PartsOptions, *, output: Path) -> list[str]:
     """The arguments of `gristmill` for one part: those of this command, and room for its number."""
     words = ["prepare"]
     arguments: list[str] = []
@@ -289,7 +289,7 @@ def part_arguments(context: typer.Context, options: PartsOptions) -> list[str]:
         source = context.get_parameter_source(name)
         if name in _NOT_OF_A_PART or source is None or source.name != "COMMANDLINE":
             continue
-        value = context.params[name]
+        value: Any = output if name == "output" else context.params[name]
         if parameter.param_type_name == "argument":
             arguments += map(str, value)
         elif isinstance(value, bool):
