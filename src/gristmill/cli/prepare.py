@@ -104,8 +104,8 @@ def prepare(
         typer.Argument(
             metavar="SOURCE…",
             help="Files, globs, folders (JSON, CSV, Parquet, Arrow, text; .gz .bz2 .xz .zst), "
-            "- for stdin, addresses (s3:// gs:// hf:// https://), hf:NAME[@REVISION] for a dataset, "
-            "or the name of a corpus.",
+            "- for stdin, addresses (s3:// gs:// hf:// https://), hf:NAME[@REVISION] of a "
+            "dataset, or the name of a corpus.",
         ),
     ] = None,
     *,
