@@ -46,7 +46,7 @@ Sources = Annotated[
     typer.Argument(
         metavar="SOURCE…",
         help="Files, globs, folders (JSON, CSV, Parquet, Arrow, plain text; .gz .bz2 .xz .zst), "
-        "- for stdin, hf:NAME for a dataset.",
+        "- for stdin, addresses (s3:// gs:// hf:// https://), hf:NAME for a dataset.",
     ),
 ]
 source_option = functools.partial(typer.Option, rich_help_panel="Source")

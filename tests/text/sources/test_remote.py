@@ -116,12 +116,9 @@ def test_objects_give_what_local_files_give(
     assert [source.name for source in found] == names
 
 
-@pytest.mark.parametrize("holdout", [None, Holdout((0.9, 0.1), 7)])
-def test_parts_of_objects_are_the_whole(
-    store: Any, both: list[str], tmp_path: Path, holdout: Holdout | None
-) -> None:
+def test_parts_of_objects_are_the_whole(store: Any, both: list[str], tmp_path: Path) -> None:
     names = [f"{store.url}/box/crawl/{Path(file).name}" for file in both[:5]]
-    whole = request(names, tmp_path / "whole", holdout=holdout)
+    whole = request(names, tmp_path / "whole", holdout=Holdout((0.9, 0.1), 7))
     prepare(whole)
     parts = [replace(whole, output=tmp_path / "cut", part=PartNumber(n, 3)) for n in (1, 2, 3)]
     for part in parts:
