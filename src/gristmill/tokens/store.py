@@ -148,7 +148,7 @@ def open_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenRead
             where=path,
             remedy="prepare the set again",
         )
-    return TokenReader(info, files)
+    return TokenReader(info, files, checked=manifest.checked)
 
 
 def is_empty_part(prefix: Path | str) -> bool:
