@@ -16,16 +16,25 @@ from __future__ import annotations
 
 import functools
 import re
+import string
 import tomllib
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import chain
 from typing import Any, NamedTuple
 
+_MOST_PIECES = 1 << 16
+"""Pieces whose words are remembered."""
 _LONGEST_ENDING = 16
 """More characters than what may be split off an end, dots apart, with what is looked at before."""
 _APOSTROPHES = str.maketrans("'", "\u2019")
+_STRETCH = 64
+"""Words after which a text may be cut."""
+_MARKS = ",;:!?)"
+_PLAIN = frozenset(string.ascii_letters + string.digits)
+_DIGIT = re.compile("[0-9]")
 _BLANKS_OR_NOT = re.compile(r"\s+|\S+")
 
 
@@ -74,6 +83,8 @@ class English:
     def __init__(self, tables: Mapping[str, Any]) -> None:
         self._patterns = _patterns(tables)
         self.known = dict(_known(tables))
+        self.divide = functools.lru_cache(_MOST_PIECES)(self._divide_piece)
+        """The words of what stands between two blanks, before known words are put together."""
         self._longest = max(map(len, self.known))
         self._sequences: dict[str, list[tuple[str, ...]]] = {}
         for word in self.known:
@@ -81,6 +92,8 @@ class English:
             if self._has_marks(word):
                 pieces = tuple(self._divide(word, {}))
                 self._sequences.setdefault(pieces[0], []).append(pieces)
+        sequences = chain.from_iterable(self._sequences.values())
+        self._in_sequences = frozenset(chain.from_iterable(sequences))
         self.sentence_ends = frozenset(map(chr, code_points(tables["sentences"]["ends"])))
 
     def _has_marks(self, word: str) -> bool:
@@ -88,27 +101,34 @@ class English:
         inside = patterns.after.search(word) or patterns.between.search(word)
         return bool(patterns.before.match(word) or inside)
 
-    def divide(self, piece: str) -> list[str]:
-        """The words of what stands between two blanks, before known words are put together."""
-        if piece.isascii() and piece.isalpha() and piece not in self.known:
-            return [piece]
-        return self._divide(piece, self.known)
+    def _divide_piece(self, piece: str) -> tuple[str, ...]:
+        if piece.isascii() and piece not in self.known:
+            # The commonest cases, for which patterns need not be searched.
+            if piece.isalpha():
+                return (piece,)
+            stem, mark = piece[:-1], piece[-1]
+            if stem.isalpha() and (mark in _MARKS or (mark == "." and stem[-1].islower())):
+                return (*self.known.get(stem, (stem,)), mark)
+        return tuple(self._divide(piece, self.known))
 
     def _divide(self, piece: str, known: Mapping[str, Sequence[str]]) -> list[str]:
         begin, end = 0, len(piece)
         before, after = list[str](), list[str]()
+        # Letters and digits are split off in currencies and after digits only.
+        money, digits = "$" in piece, _DIGIT.search(piece) is not None
         while begin < end:
             if self._is_known(piece, begin, end, known):
                 break
             first, last = begin, end
-            if match := self._patterns.before.match(piece, begin, end):
+            searched = money or piece[begin] not in _PLAIN
+            if searched and (match := self._patterns.before.match(piece, begin, end)):
                 first = match.end()
                 if self._is_known(piece, first, end, known):
                     before.append(piece[begin:first])
                     begin = first
                     break
-            size = self._ending(piece, first, end)
-            if size:
+            searched = digits or piece[end - 1] not in _PLAIN or piece[end - 1] in "sS"
+            if searched and (size := self._ending(piece, first, end)):
                 last = end - size
                 if self._is_known(piece, begin, last, known):
                     after.append(piece[last:end])
@@ -161,6 +181,8 @@ class English:
         `glued[i]`: no blank stands between word i and the next one. Longer ones come first, and
         none that touches another, even if that one changes nothing.
         """
+        if self._sequences.keys().isdisjoint(words):
+            return None
         spans = sorted(self._spans(words), key=lambda span: (span.begin - span.end, span.begin))
         seen, replaced = set[int](), dict[int, tuple[int, Sequence[str]]]()
         for begin, end in spans:
@@ -187,31 +209,41 @@ class English:
 
     def words_of(self, text: str) -> list[str]:
         """All words of a text, those of blanks included; a single space between two is none."""
-        words, glued = list[str](), list[bool]()
+        return list(chain.from_iterable(self._stretches(text)))
+
+    def _stretches(self, text: str) -> Iterator[list[str]]:
+        """The words of a text, cut after words that are never put together with others."""
+        words, glued, begun = list[str](), list[bool](), False
         for match in _BLANKS_OR_NOT.finditer(text):
             piece = match[0]
             if not piece[0].isspace():
                 new = self.divide(piece)
                 words += new
                 glued += [True] * len(new)
+                begun = True
+                if len(words) >= _STRETCH and new[-1] not in self._in_sequences:
+                    yield self.joined(words, glued) or words
+                    words, glued = [], []
                 continue
             if glued:
                 glued[-1] = piece[0] != " "
-            if piece := piece[piece[0] == " " and bool(words) :]:
+            if piece := piece[piece[0] == " " and begun :]:
                 words.append(piece)
                 glued.append(True)
-        return self.joined(words, glued) or words
+                begun = True
+        yield self.joined(words, glued) or words
 
     def sentences(self, text: str, *, enough: int | None = None) -> int:
         """How many sentences a text has, counted until there are enough."""
         count, ended = 1, False
-        for word in self.words_of(text):
-            if word in self.sentence_ends:
-                ended = True
-            elif ended and not is_punctuation(word):
-                count, ended = count + 1, False
-                if count == enough:
-                    break
+        for words in self._stretches(text):
+            for word in words:
+                if word in self.sentence_ends:
+                    ended = True
+                elif ended and not is_punctuation(word):
+                    count, ended = count + 1, False
+                    if count == enough:
+                        return count
         return count
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from gristmill.text.filters.document import TextDocument
 from gristmill.text.filters.settings import GopherQualitySettings, GopherRepetitionSettings
-from gristmill.text.filters.words import HASH_BASE, Numbers
+from gristmill.text.filters.words import powers_of_base
 from gristmill.text.sources.source import Reason
 
 QUALITY = "gopher-quality"
@@ -55,7 +56,7 @@ class GopherQuality:
 
     def _broken_rule(self, document: TextDocument) -> str | None:
         limits, text, words = self._settings, document.text, document.words
-        plain_lengths = document.table.plain_lengths[words]
+        plain_lengths = document.table.facts.plain_lengths[words]
         plain = int(np.count_nonzero(plain_lengths))
         if limits.min_words and plain < limits.min_words:
             return "too few words"
@@ -79,7 +80,7 @@ class GopherQuality:
         ellipses = sum(line.rstrip().endswith(_ELLIPSES) for line in lines)
         if over(ellipses / len(lines), limits.max_ellipsis_lines):
             return "too many lines that end with an ellipsis"
-        letters = int(np.count_nonzero(document.table.has_letter[words]))
+        letters = int(np.count_nonzero(document.table.facts.has_letter[words]))
         if limits.min_words_with_letters and letters / len(words) < limits.min_words_with_letters:
             return "too few words with letters"
         if limits.min_stop_words and self._count_stop_words(document) < limits.min_stop_words:
@@ -119,14 +120,14 @@ class GopherRepetition:
             return "duplicate lines"
         if over(again.characters / len(text), limits.max_line_characters):
             return "characters of duplicate lines"
+        if not len(document.words):
+            return None
         grams = NGrams(document)
         for n, limit in limits.top.items():
-            if len(document.words) >= n and grams.top_characters(n) / len(text) > limit:
+            if grams.top_exceeds(n, limit, len(text)):
                 return f"top {n}-gram"
-        for n, limit in limits.duplicate.items():
-            if grams.may_exceed(n, limit * len(text)) and (
-                grams.duplicate_characters(n) / len(text) > limit
-            ):
+        for n in grams.may_repeat(list(limits.duplicate)):
+            if grams.repeats_exceed(n, limits.duplicate[n], len(text)):
                 return f"duplicate {n}-grams"
         return None
 
@@ -151,69 +152,57 @@ class NGrams:
     """The n-grams of a document."""
 
     def __init__(self, document: TextDocument) -> None:
-        self._words, self._table = document.words, document.table
-        self._ends = np.cumsum(document.table.lengths[document.words])
-        self._ranks = {1: document.words}
-        """By n, a small number for each n-gram, equal for equal ones only."""
+        self._numbers, self._table = document.words, document.table
+        self._words = document.words.tolist()
+        self._lengths = document.table.facts.lengths[document.words]
+        self._ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(self._lengths)))
+        """Where each word ends among the characters of all, after where the first begins."""
+        self._most = {0: len(self._words)}
+        """How often the commonest n-gram occurs, by n."""
 
-    def top_characters(self, n: int) -> int:
-        """The characters of all occurrences of the commonest n-gram, with a space between words;
-        of several that are equally common, the first."""
-        keys = self._keys(n)
-        ordered = np.sort(keys)
-        bounds = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-        counts = np.diff(bounds, append=len(ordered))
-        most = int(counts.max())
-        commonest = ordered[bounds[counts == most]]
-        first = int(np.argmax(np.isin(keys, commonest))) if most > 1 else 0
-        begin = int(self._ends[first - 1]) if first else 0
-        return (int(self._ends[first + n - 1]) - begin + n - 1) * most
-
-    def _keys(self, n: int) -> Numbers:
-        """A number for each n-gram, equal for equal ones only."""
-        if n == 1:
-            return self._words
-        shorter = self._ranks_of(n - 1)
-        return shorter[:-1] * np.int64(len(self._table.words)) + self._words[n - 1 :]
-
-    def _ranks_of(self, n: int) -> Numbers:
-        if n not in self._ranks:
-            self._ranks[n] = np.unique(self._keys(n), return_inverse=True)[1]
-        return self._ranks[n]
-
-    def may_exceed(self, n: int, characters: float) -> bool:
-        """Whether n-grams that occurred before may have more than so many characters."""
+    def top_exceeds(self, n: int, limit: float, size: int) -> bool:
+        """Whether all occurrences of the commonest n-gram have more than a share of so many
+        characters, with a space between words; of several that are equally common, the first."""
         if len(self._words) < n:
             return False
+        # It occurs no more often than the commonest shorter one.
+        most = min(count for words, count in self._most.items() if words < n)
+        longest = int((self._ends[n:] - self._ends[:-n]).max()) + n - 1
+        if most * longest / size <= limit:
+            return False
+        counts = Counter(zip(*(self._words[place:] for place in range(n)), strict=False))
+        most = self._most[n] = max(counts.values())
+        first = next(gram for gram, count in counts.items() if count == most)
+        length = sum(len(self._table.words[number]) for number in first) + n - 1
+        return most * length / size > limit
+
+    def may_repeat(self, lengths: Sequence[int]) -> list[int]:
+        """For which n there are n-grams that may have occurred before."""
+        lengths = [n for n in lengths if n < len(self._words)]
+        # Where an n-gram would go beyond the end stands a number that is nowhere else.
+        hashes = np.tile(np.arange(len(self._words), dtype=np.uint64), (len(lengths), 1))
+        for row, n in zip(hashes, lengths, strict=True):
+            row[: len(row) - n + 1] = self._hashes(n)
+        hashes.sort(axis=1)
+        equal = (hashes[:, 1:] == hashes[:, :-1]).any(axis=1).tolist()
+        return [n for n, some in zip(lengths, equal, strict=True) if some]
+
+    def repeats_exceed(self, n: int, limit: float, size: int) -> bool:
+        """Whether n-grams that occurred before have more than a share of so many characters."""
         hashes = self._hashes(n)
         order = np.argsort(hashes, kind="stable")
-        ordered = hashes[order]
-        equal = ordered[1:] == ordered[:-1]
-        if not equal.any():
+        again = order[1:][hashes[order[1:]] == hashes[order[:-1]]]
+        # All words of n-grams that may have occurred before are more than those that did.
+        changes = np.zeros(len(self._ends), np.int64)
+        np.add.at(changes, again, 1)
+        np.add.at(changes, again + n, -1)
+        if self._lengths[np.cumsum(changes[:-1]) > 0].sum() / size <= limit:
             return False
-        again = np.zeros(len(self._words) + 1, np.int64)
-        places = order[1:][equal]
-        np.add.at(again, places, 1)
-        np.add.at(again, places + n, -1)
-        covered = np.cumsum(again[:-1]) > 0
-        return bool(self._table.lengths[self._words[covered]].sum() > characters)
+        return self._count_repeated(n) / size > limit
 
-    def _hashes(self, n: int) -> npt.NDArray[np.uint64]:
-        sums, inverse = self._hash_sums
-        starts = np.concatenate(([0], self._ends[: len(self._words) - n]))
-        return (sums[n:] - sums[: len(sums) - n]) * inverse[starts]
-
-    @functools.cached_property
-    def _hash_sums(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Sums of c(i) * B^i before each word, i counted through the whole text, and B^-i."""
-        powers, inverse = _powers(int(self._ends[-1]) + 1)
-        starts = np.concatenate(([0], self._ends[:-1]))
-        terms = self._table.hashes[self._words] * powers[starts]
-        return np.concatenate((np.zeros(1, np.uint64), np.cumsum(terms))), inverse
-
-    def duplicate_characters(self, n: int) -> int:
+    def _count_repeated(self, n: int) -> int:
         """The characters of n-grams that occurred before, from left to right without overlap."""
-        words = [self._table.words[number] for number in self._words.tolist()]
+        words = [self._table.words[number] for number in self._words]
         seen, count, place = set[str](), 0, 0
         while place <= len(words) - n:
             gram = "".join(words[place : place + n])
@@ -225,19 +214,15 @@ class NGrams:
                 place += 1
         return count
 
+    def _hashes(self, n: int) -> npt.NDArray[np.uint64]:
+        """A number for each n-gram, equal for those with equal characters."""
+        sums, inverse = self._hash_sums
+        return (sums[n:] - sums[:-n]) * inverse[: len(sums) - n]
 
-_powers_so_far = np.ones(1, np.uint64), np.ones(1, np.uint64)
-
-
-def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Powers of the base of hashes, and their inverses, modulo 2^64."""
-    global _powers_so_far
-    if len(_powers_so_far[0]) < count:
-        size = max(1 << 16, 1 << (count - 1).bit_length())
-        inverse = np.uint64(pow(int(HASH_BASE), -1, 1 << 64))
-        ones = np.ones(1, np.uint64)
-        _powers_so_far = (
-            np.concatenate((ones, np.cumprod(np.full(size - 1, HASH_BASE)))),
-            np.concatenate((ones, np.cumprod(np.full(size - 1, inverse)))),
-        )
-    return _powers_so_far
+    @functools.cached_property
+    def _hash_sums(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Sums of c(i) * B^i before each word, i counted through the whole text, and B^-i."""
+        powers, inverse = powers_of_base(int(self._ends[-1]) + 1)
+        terms = self._table.facts.hashes[self._numbers] * powers[self._ends[:-1]]
+        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(terms)))
+        return sums, inverse[self._ends]

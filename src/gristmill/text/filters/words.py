@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,39 +36,14 @@ class WordTable(dict[str, tuple[int, ...]]):
         self.words: list[str] = []
         """The words by their numbers."""
         self._numbers: dict[str, int] = {}
-        self._capacity = 0
-        self._grow()
+        self._facts = WordFacts.of_size(1024)
+        self._known = 0
+        """How many words the facts are about."""
 
     @functools.cached_property
     def language(self) -> English:
         """The rules that divide pieces; not every filter needs words."""
         return english()
-
-    @functools.cached_property
-    def _symbols(self) -> frozenset[str]:
-        quality = tables()["quality"]
-        return frozenset(map(chr, code_points(quality["ends"]) + code_points(quality["symbols"])))
-
-    def _grow(self) -> None:
-        """Make room for twice as many words."""
-        old, self._capacity = self._capacity, max(1024, 2 * self._capacity)
-        columns: dict[str, Any] = {
-            "lengths": np.int64, "plain_lengths": np.int64, "has_letter": np.bool_,
-            "hashes": np.uint64,
-        }  # fmt: skip
-        for name, dtype in columns.items():
-            column = np.zeros(self._capacity, dtype)
-            if old:
-                column[:old] = getattr(self, name)
-            setattr(self, name, column)
-
-    lengths: Numbers
-    """Characters of each word."""
-    plain_lengths: Numbers
-    """The same, and 0 for words that consist of symbols."""
-    has_letter: npt.NDArray[np.bool_]
-    hashes: npt.NDArray[np.uint64]
-    """The sum of c(i) * HASH_BASE^i over the characters of each word, modulo 2^64."""
 
     def numbers_of(self, text: str) -> Numbers:
         """The words of a text, without blanks."""
@@ -76,6 +51,7 @@ class WordTable(dict[str, tuple[int, ...]]):
             self.clear()
             self.words.clear()
             self._numbers.clear()
+            self._known = 0
         found = map(self.__getitem__, text.split())
         numbers = np.fromiter(chain.from_iterable(found), np.int64)
         if numbers.size and numbers.min() == _JOINED:
@@ -93,18 +69,81 @@ class WordTable(dict[str, tuple[int, ...]]):
     def number_of(self, word: str) -> int:
         """The number of a word, which it gets when it is first seen."""
         number = self._numbers.get(word)
-        if number is not None:
-            return number
-        number = self._numbers[word] = len(self.words)
-        self.words.append(word)
-        if number == self._capacity:
-            self._grow()
-        self.lengths[number] = len(word)
-        plain = not self._symbols.issuperset(word)
-        self.plain_lengths[number] = len(word) if plain else 0
-        self.has_letter[number] = word.isalpha() or any(map(str.isalpha, word))
-        value = 0
-        for character in reversed(word):
-            value = (value * int(HASH_BASE) + ord(character)) & 0xFFFFFFFFFFFFFFFF
-        self.hashes[number] = value
+        if number is None:
+            number = self._numbers[word] = len(self.words)
+            self.words.append(word)
         return number
+
+    @property
+    def facts(self) -> WordFacts:
+        """Facts about all words that have a number."""
+        if self._known < len(self.words):
+            if len(self.words) > len(self._facts.lengths):
+                grown = WordFacts.of_size(2 * len(self.words))
+                for new, old in zip(grown, self._facts, strict=True):
+                    new[: self._known] = old[: self._known]
+                self._facts = grown
+            for column, new in zip(self._facts, _facts_of(self.words[self._known :]), strict=True):
+                column[self._known : len(self.words)] = new
+            self._known = len(self.words)
+        return self._facts
+
+
+class WordFacts(NamedTuple):
+    """Facts about words, by their numbers."""
+
+    lengths: Numbers
+    """Characters of each word."""
+    plain_lengths: Numbers
+    """The same, and 0 for words that consist of symbols."""
+    has_letter: npt.NDArray[np.bool_]
+    hashes: npt.NDArray[np.uint64]
+    """The sum of c(i) * HASH_BASE^i over the characters of each word, modulo 2^64."""
+
+    @classmethod
+    def of_size(cls, count: int) -> WordFacts:
+        """Room for so many words."""
+        return cls(
+            np.zeros(count, np.int64),
+            np.zeros(count, np.int64),
+            np.zeros(count, np.bool_),
+            np.zeros(count, np.uint64),
+        )
+
+
+def _facts_of(words: Sequence[str]) -> WordFacts:
+    lengths = np.fromiter(map(len, words), np.int64, len(words))
+    plain = np.fromiter((not _symbols().issuperset(word) for word in words), np.bool_)
+    has_letter = np.fromiter((any(map(str.isalpha, word)) for word in words), np.bool_)
+    characters = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), "<u4")
+    powers, inverse = powers_of_base(len(characters) + 1)
+    sums = np.concatenate(([0], np.cumsum(characters * powers[: len(characters)]))).astype(
+        np.uint64
+    )
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    hashes = (sums[ends] - sums[starts]) * inverse[starts]
+    return WordFacts(lengths, lengths * plain, has_letter, hashes)
+
+
+@functools.cache
+def _symbols() -> frozenset[str]:
+    """Characters that make no word."""
+    quality = tables()["quality"]
+    return frozenset(map(chr, code_points(quality["ends"]) + code_points(quality["symbols"])))
+
+
+_powers = np.ones(1, np.uint64), np.ones(1, np.uint64)
+
+
+def powers_of_base(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """So many powers of the base of hashes or more, and their inverses, modulo 2^64."""
+    global _powers
+    if len(_powers[0]) < count:
+        size, one = max(1 << 16, 1 << (count - 1).bit_length()), np.ones(1, np.uint64)
+        inverse = np.uint64(pow(int(HASH_BASE), -1, 1 << 64))
+        _powers = (
+            np.concatenate((one, np.cumprod(np.full(size - 1, HASH_BASE)))),
+            np.concatenate((one, np.cumprod(np.full(size - 1, inverse)))),
+        )
+    return _powers
