@@ -1,4 +1,4 @@
-"""Filters of `gristmill prepare` beside datatrove's: are the decisions equal, and how fast are they?
+"""Filters of `gristmill prepare` beside datatrove's: are the decisions equal, and how fast?
 
     python benchmarks/filters.py TEXT.jsonl --peer-python PYTHON
 
@@ -9,7 +9,7 @@ time, and seconds are those of their processes.
 
 The documents are made from TEXT.jsonl (objects with a "text", maybe compressed with xz): pieces of
 its texts of 20 to 2,000 words, two fifths of them with what web pages have: menus, lists, repeated
-lines and phrases, notices, addresses, lost marks and blanks. PYTHON is one with datatrove and spacy.
+lines and phrases, notices, addresses, lost marks and blanks. PYTHON has datatrove and spacy.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ Judge = Callable[[str], str | None]
 
 
 def ours() -> dict[str, Judge]:
-    from gristmill.text.filters.build import Filters, FilterPlan
+    from gristmill.text.filters.build import FilterPlan, Filters
     from gristmill.text.filters.settings import parse_filters
     from gristmill.text.sources.source import Reason
 
@@ -180,7 +180,7 @@ def main() -> None:
             command = [python, __file__, "--side", side, source, output]
             # Side by side, so that what else the machine does slows both.
             running.append((subprocess.Popen(command), output))
-        assert not any([process.wait() for process, _ in running]), "a side failed"
+        assert [process.wait() for process, _ in running] == [0, 0], "a side failed"
         results = [json.loads(output.read_text()) for _, output in running]
     mine, theirs = results
     print(f"{arguments.documents:,} documents, {words:,} words")
