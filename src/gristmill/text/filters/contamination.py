@@ -6,8 +6,8 @@
 A word is a sequence of letters and digits, in lower case, so marks do not matter. As for GPT-3
 (Brown et al. 2020, appendix C), one run that a document shares with an item is enough; items that
 are shorter than a run count as a whole if they have eight words; and runs that many items share say
-nothing of any of them. With a share, more of an item must be found, as for OLMo: one quoted sentence
-of a long passage is not the passage. Runs are counted wherever they stand in the document.
+nothing of any of them. With a share, more of an item must be found, as for OLMo: one quoted
+sentence of a long passage is not the passage. Runs are counted wherever they stand.
 """
 
 from __future__ import annotations

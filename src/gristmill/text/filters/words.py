@@ -117,9 +117,8 @@ def _facts_of(words: Sequence[str]) -> WordFacts:
     has_letter = np.fromiter((any(map(str.isalpha, word)) for word in words), np.bool_)
     characters = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), "<u4")
     powers, inverse = powers_of_base(len(characters) + 1)
-    sums = np.concatenate(([0], np.cumsum(characters * powers[: len(characters)]))).astype(
-        np.uint64
-    )
+    terms = np.cumsum(characters * powers[: len(characters)])
+    sums = np.concatenate((np.zeros(1, np.uint64), terms))
     ends = np.cumsum(lengths)
     starts = ends - lengths
     hashes = (sums[ends] - sums[starts]) * inverse[starts]
