@@ -100,31 +100,34 @@ class HarnessTask:
 
     def texts(self) -> list[TaskTexts]:
         """The items of the task, or of all tasks of a group."""
-        from lm_eval.tasks import get_task_dict
-
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
             if self.settings is not None:
                 stack.enter_context(sandboxed_templates())
             wanted = self.name if self.settings is None else deepcopy(self.settings)
             try:
-                return [
-                    _texts_of(name, task)
-                    for name, task in _single_tasks(get_task_dict([wanted], self.manager))
-                ]
+                return [_texts_of(*named) for named in _single_tasks(self.manager, wanted)]
             except Exception as error:  # data that cannot be reached, among many others
                 reason = f"{type(error).__name__}: {_line(error)}"
                 what = f"the items of {self.name!r} cannot be read: {reason}"
                 raise DataError(what, where=self.where) from error
 
 
-def _single_tasks(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """The tasks inside of groups."""
-    for name, task in tasks.items():
-        if isinstance(task, Mapping):
-            yield from _single_tasks(task)
-        else:
-            yield str(name), task
+def _single_tasks(manager: Any, wanted: Any) -> Iterator[tuple[str, Any]]:
+    """A task, or those of a group, by their names."""
+    if hasattr(manager, "load"):
+        yield from manager.load([wanted])["tasks"].items()
+        return
+    # Before version 0.4.10.
+    from lm_eval.tasks import get_task_dict
+
+    groups = [get_task_dict([wanted], manager)]
+    while groups:
+        for name, task in groups.pop().items():
+            if isinstance(task, Mapping):
+                groups.append(task)
+            else:
+                yield str(name), task
 
 
 def _texts_of(name: str, task: Any) -> TaskTexts:

@@ -35,7 +35,14 @@ from gristmill.base.files import (
     write_sealed_json,
 )
 from gristmill.text.prepare.request import SourceSpan
-from gristmill.text.sources.source import Dropped, Reason, Skipped, SkipReason, Source
+from gristmill.text.sources.source import (
+    UNREADABLE,
+    Dropped,
+    Reason,
+    Skipped,
+    SkipReason,
+    Source,
+)
 from gristmill.tokens.format import LEDGER_FILE, TokenReader, file_of
 from gristmill.tokens.hashed_file import HashedFile
 
@@ -98,10 +105,13 @@ class Ledger:
         reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
         origins = [item.origin for item in self.places]
         origins += [item.origin for item in self.skipped_places]
+        remedy = "check the sources and, for JSON lines, the key of the text (--json-key)"
+        if self.dropped.keys() - UNREADABLE:
+            remedy = "look at what is dropped, and leave out filters or change their settings"
         raise HopelessError(
             f"no document was found in {self.lines} lines" + (f" ({reasons})" if reasons else ""),
             where=origins[0] if origins else None,
-            remedy="check the sources and, for JSON lines, the key of the text (--json-key)",
+            remedy=remedy,
         )
 
     def as_json(self) -> dict[str, Any]:
