@@ -20,7 +20,7 @@ from gristmill.base.errors import UserError
 from gristmill.checkpoint.model import LoadedModel, StoredModel, chat_template, open_stored
 from gristmill.distributed.device import select_device
 from gristmill.evaluate.loss import evaluate_text, evaluation_ids
-from gristmill.evaluate.results import EvaluationResult, write_result
+from gristmill.evaluate.results import EvaluationResult, with_check, write_result
 from gristmill.evaluate.tasks import OpenTask, TaskOptions, open_tasks
 from gristmill.generate.constraints import Constraint
 from gristmill.generate.sampling import Sampling
@@ -204,7 +204,7 @@ class Model:
     ) -> EvaluationResult:
         """Write a result, and say where it is."""
         run = self.stored.run
-        result = replace(result, precision=precision, settings=settings)
+        result = with_check(replace(result, precision=precision, settings=settings), run)
         folders = [] if run is None else [RunFolder(run).evals]
         if output is not None:
             # Results of several models must not overwrite each other.

@@ -71,6 +71,7 @@ def print_table(results: Sequence[Evaluated]) -> None:
             for name, column in kept
         ]
         typer.echo("  ".join(cells).rstrip())
+    _print_checks(results)
     few = [
         entry.result
         for entry in results
@@ -80,6 +81,25 @@ def print_table(results: Sequence[Evaluated]) -> None:
         what = "windows of the text" if few[0].kind == "text" else "items"
         note = f"{on_one_line(few[0].name)} has fewer than {LEAST} {what}, too few to tell how far "
         typer.echo(f"note: {note}its numbers are chance", err=True)
+
+
+_CHECKS = {
+    "yes": "was checked: documents with its items were dropped",
+    "no": "was not checked against its items",
+    "unknown": "is not known to have been checked against its items",
+}
+
+
+def _print_checks(results: Sequence[Evaluated]) -> None:
+    """Whether the training text of each model may hold items of the tasks."""
+    models: dict[tuple[str, str], list[str]] = {}
+    for entry in results:
+        if entry.result.checked is not None:
+            key = on_one_line(entry.result.name), entry.result.checked
+            models.setdefault(key, []).append(on_one_line(entry.model))
+    for (task, checked), names in models.items():
+        of = ", ".join(dict.fromkeys(names))
+        typer.echo(f"{task}: the training text of {of} {_CHECKS[checked]}")
 
 
 class _TableRow(NamedTuple):

@@ -28,6 +28,14 @@ from gristmill.cli.options import (
     output_option,
     source_option,
 )
+from gristmill.cli.prepare_filters import (
+    Decontaminate,
+    DecontaminateShare,
+    DecontaminateWords,
+    FilterNames,
+    open_plan,
+    print_dropped,
+)
 from gristmill.cli.prepare_parts import (
     CHARACTERS,
     AtOnce,
@@ -89,6 +97,8 @@ gristmill prepare crawl.jsonl.gz -o tokens/crawl --split 999,1 -t bytes
 gristmill prepare openwebtext -o 'data/openwebtext/{split}'
 
 gristmill prepare 's3://bucket/crawl/*.jsonl.gz' -o s3://bucket/tokens/crawl
+
+gristmill prepare crawl/ -o tokens/crawl --filter gopher,c4,fineweb --decontaminate hellaswag
 
 gristmill prepare crawl/ -o tokens/crawl --parts 64 --engine local
 
@@ -160,7 +170,7 @@ def prepare(
         ),
     ] = None,
     strict: Annotated[
-        bool, source_option("--strict", help="Stop at the first line that would be dropped.")
+        bool, source_option("--strict", help="Stop at the first line that is no document.")
     ] = False,
     on_damage: Annotated[
         OnDamage,
@@ -170,6 +180,10 @@ def prepare(
             "ledger.",
         ),
     ] = OnDamage.STOP,
+    filter: FilterNames = None,
+    decontaminate: Decontaminate = None,
+    decontaminate_words: DecontaminateWords = None,
+    decontaminate_share: DecontaminateShare = None,
     corpora: Annotated[
         bool,
         source_option(
@@ -290,6 +304,7 @@ def prepare(
         place,
         lambda: _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text, quiet=quiet),
         options=ReadOptions(tuple(json_key or ("text",)), documents, separator),
+        filters=open_plan(filter, decontaminate, decontaminate_words, decontaminate_share),
         append_end_of_text=append_eod,
         strict=strict,
         on_damage=on_damage,
@@ -424,14 +439,9 @@ def report_prepared(result: PrepareResult) -> None:
                 f"from {format_bytes(info.text_bytes or 0)} of text, {info.format}, {info.dtype}"
             )
         ledger = key.ledger
-        dropped = sum(ledger.dropped.values())
+        dropped = ledger.dropped.total()
         typer.echo(f"{ledger.lines:,} read = {ledger.kept:,} kept + {dropped:,} dropped")
-        for reason, count in ledger.dropped.items():
-            typer.echo(f"  dropped {count:,}: {reason.value}")
-        for place in ledger.places[:5]:
-            typer.echo(f"    {place.origin}: {place.reason.value}")
-        if dropped > 5:
-            typer.echo(f"    more places: {named(key.ledger_file)}")
+        print_dropped(ledger, named(key.ledger_file))
         for why, count in ledger.skipped.items():
             typer.echo(f"  skipped {count:,}: {why.value}")
         for skipped in ledger.skipped_places[:5]:

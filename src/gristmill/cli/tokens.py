@@ -182,6 +182,8 @@ def _show_summary(summary: TokenSetSummary) -> None:
     typer.echo(f"ids         {summary.smallest_id} to {summary.largest_id}")
     typer.echo(f"tokenizer   {info.tokenizer[:16] if info.tokenizer else 'unknown'}")
     typer.echo(f"content     {info.fingerprint[:16]}")
+    if summary.checked:
+        typer.echo(f"checked     not to hold items of {', '.join(summary.checked)}")
     quantiles = ", ".join(f"{100 * q:g}%: {n}" for q, n in summary.length_quantiles.items())
     typer.echo(f"lengths     mean {summary.mean_length:.1f}; {quantiles}")
     widest = max(summary.length_histogram.values())

@@ -103,6 +103,11 @@ class CoreTask:
         )
         return {"acc": accuracy, "centered": centered}
 
+    @property
+    def texts(self) -> list[str]:
+        """Every question with its right answer."""
+        return [_solved(row, self.kind, self.delimiter) for row in self.rows]
+
 
 def combined(results: Sequence[EvaluationResult]) -> EvaluationResult:
     """CORE, from the results of all its tasks."""
@@ -217,18 +222,21 @@ def _with_examples(solved: Sequence[str], question: str) -> str:
     return "".join(f"{example}\n\n" for example in solved) + question
 
 
+def _solved(row: Row, kind: str, delimiter: str) -> str:
+    if kind == "multiple_choice":
+        return str(row["query"] + delimiter + row["choices"][row["gold"]])
+    if kind == "schema":
+        return str(row["context_options"][row["gold"]] + delimiter + row["continuation"])
+    return str(row["context"].strip() + delimiter + row["continuation"])
+
+
 def _choices(row: Row, examples: Sequence[Row], delimiter: str) -> list[str]:
-    solved = [
-        example["query"] + delimiter + example["choices"][example["gold"]] for example in examples
-    ]
+    solved = [_solved(example, "multiple_choice", delimiter) for example in examples]
     return [_with_examples(solved, row["query"] + delimiter + choice) for choice in row["choices"]]
 
 
 def _contexts(row: Row, examples: Sequence[Row], delimiter: str) -> list[str]:
-    solved = [
-        example["context_options"][example["gold"]] + delimiter + example["continuation"]
-        for example in examples
-    ]
+    solved = [_solved(example, "schema", delimiter) for example in examples]
     return [
         _with_examples(solved, context + delimiter + row["continuation"])
         for context in row["context_options"]
@@ -237,9 +245,7 @@ def _contexts(row: Row, examples: Sequence[Row], delimiter: str) -> list[str]:
 
 def _texts(row: Row, examples: Sequence[Row], delimiter: str) -> list[str]:
     """The prompt without and with what is to be predicted."""
-    solved = [
-        example["context"].strip() + delimiter + example["continuation"] for example in examples
-    ]
+    solved = [_solved(example, "language_modeling", delimiter) for example in examples]
     question = _with_examples(solved, row["context"].strip() + delimiter)
     return [question.strip(), question + row["continuation"]]
 

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from gristmill.base.errors import DataError, Exit, UserError, optional
+from gristmill.base.files import sha256_text
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.evaluate.measures import Measure, function_of_mean
 from gristmill.evaluate.questions import Option, encode_options
@@ -40,6 +41,7 @@ from gristmill.evaluate.scoring import Continuation, Truncation, score
 from gristmill.generate.sampling import Sampling
 from gristmill.generate.text import TextGenerator
 from gristmill.hub.client import parse_repository
+from gristmill.text.filters.contamination import TaskTexts
 
 SUFFIXES = (".yaml", ".yml")
 PACKAGE = "lm_eval"
@@ -95,6 +97,54 @@ class HarnessTask:
                 ) from error
         seconds = time.monotonic() - started
         return [_result(name, report, model, seconds=seconds) for name in _reported(report)]
+
+    def texts(self) -> list[TaskTexts]:
+        """The items of the task, or of all tasks of a group."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_quiet())
+            if self.settings is not None:
+                stack.enter_context(sandboxed_templates())
+            wanted = self.name if self.settings is None else deepcopy(self.settings)
+            try:
+                return [_texts_of(*named) for named in _single_tasks(self.manager, wanted)]
+            except Exception as error:  # data that cannot be reached, among many others
+                reason = f"{type(error).__name__}: {_line(error)}"
+                what = f"the items of {self.name!r} cannot be read: {reason}"
+                raise DataError(what, where=self.where) from error
+
+
+def _single_tasks(manager: Any, wanted: Any) -> Iterator[tuple[str, Any]]:
+    """A task, or those of a group, by their names."""
+    if hasattr(manager, "load"):
+        yield from manager.load([wanted])["tasks"].items()
+        return
+    # Before version 0.4.10.
+    from lm_eval.tasks import get_task_dict
+
+    groups = [get_task_dict([wanted], manager)]
+    while groups:
+        for name, task in groups.pop().items():
+            if isinstance(task, Mapping):
+                groups.append(task)
+            else:
+                yield str(name), task
+
+
+def _texts_of(name: str, task: Any) -> TaskTexts:
+    delimiter = str(getattr(task.config, "target_delimiter", " "))
+    texts = []
+    for row in task.eval_docs:
+        question, answer = task.doc_to_text(row), task.doc_to_target(row)
+        choices = task.doc_to_choice(row) if task.config.doc_to_choice is not None else None
+        if isinstance(question, int) and choices is not None:
+            # The contexts are the choices, and what follows is the same after all.
+            texts.append(f"{choices[question]}{delimiter}{answer}")
+            continue
+        if isinstance(answer, int) and choices is not None:
+            answer = choices[answer]
+        answers = answer if isinstance(answer, list) else [answer]
+        texts.append(f"{question}{delimiter}{answers[0] if answers else ''}")
+    return TaskTexts(name, f"lm_eval {name}", sha256_text("\n".join(texts)), texts)
 
 
 def open_harness_task(task: str, *, where: str, trust: bool = False) -> HarnessTask:
@@ -186,8 +236,6 @@ def _measure(value: float, stderr: Any, items: Sequence[Any]) -> Measure:
 
 def _hash(samples: Sequence[Any]) -> str | None:
     """One hash over those that the harness computes of all items."""
-    from gristmill.base.files import sha256_text
-
     hashes = [str(sample.get("doc_hash")) for sample in samples]
     return sha256_text("\n".join(hashes)) if hashes else None
 

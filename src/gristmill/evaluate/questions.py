@@ -60,6 +60,11 @@ class Task(Protocol):
 
     def measures(self, scores: Sequence[Sequence[Score]]) -> dict[str, Measure]: ...
 
+    @property
+    def texts(self) -> list[str]:
+        """Every question with its right answer, as it might stand in a text."""
+        ...
+
 
 class Option(NamedTuple):
     """A context and a continuation of it."""
@@ -99,6 +104,11 @@ class MultipleChoice:
             right_by_length.append(float(scaled.index(max(scaled)) == gold))
         return {"acc": mean(right), "acc_norm": mean(right_by_length)}
 
+    @property
+    def texts(self) -> list[str]:
+        right = (options[gold] for options, gold in zip(self.options, self.gold, strict=True))
+        return [option.context + option.continuation for option in right]
+
 
 @dataclass(frozen=True)
 class TextCompletion:
@@ -120,6 +130,10 @@ class TextCompletion:
             "acc": mean([float(score.greedy) for score in first]),
             "perplexity": perplexity([score.log_prob for score in first]),
         }
+
+    @property
+    def texts(self) -> list[str]:
+        return [option.context + option.continuation for option in self.options]
 
 
 def encode_options(

@@ -3,8 +3,8 @@
     {"kind": "task", "name": "hellaswag", "model": "step-00012000", "step": 12000,
      "precision": "fp32", "measures": {"acc": {"value": 0.31, "stderr": 0.005}, …},
      "count": 10042, "unit": "items", "seconds": 61.2,
-     "facts": {"data": …, "data_sha256": …}, "settings": {…}, "made_by": {…},
-     "parts": {…}, "items": {"acc": [1, 0, …]}}
+     "facts": {"data": …, "data_sha256": …}, "training_data_checked": "yes",
+     "settings": {…}, "made_by": {…}, "parts": {…}, "items": {"acc": [1, 0, …]}}
 
 The values of all items are kept, so that two models can be compared item by item later.
 """
@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from gristmill.base.files import sha256_file, write_json
+from gristmill.base.files import read_json, sha256_file, write_json
 from gristmill.checkpoint.layout import MANIFEST
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.evaluate.measures import Measure
 from gristmill.tokens.format import program_version
+from gristmill.track.folder import RunFolder
+
+Checked = Literal["yes", "no", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,42 @@ class EvaluationResult:
     """The number format in which the model computed."""
     settings: dict[str, int | None] = field(default_factory=dict)
     """How much was computed, and how."""
+    checked: Checked | None = None
+    """Whether the training text was checked not to hold items of the task; None for a text."""
     files: tuple[Path, ...] = ()
     """Where this was written."""
 
     @property
     def unit(self) -> str:
         return "tokens" if self.kind == "text" else "items"
+
+
+def with_check(result: EvaluationResult, run: Path | None) -> EvaluationResult:
+    """The result of a task with what is known of the text that a run trained on."""
+    if result.kind == "text":
+        return result
+    return replace(result, checked=_checked(result, run))
+
+
+def _checked(result: EvaluationResult, run: Path | None) -> Checked:
+    file = None if run is None else RunFolder(run).environment
+    if file is None or not file.is_file():
+        return "unknown"
+    tasks = read_json(file).get("checked_tasks")
+    if not isinstance(tasks, dict):
+        return "unknown"
+    data = result.facts.get("data_sha256")
+    wanted = {result.name: data}
+    if isinstance(data, dict):
+        # A task that sums up others.
+        wanted = {f"{result.name}/{name}": its_data for name, its_data in data.items()}
+    # The data tell; of tasks that do not name theirs, the name does.
+    known = {facts.get("data_sha256") for facts in tasks.values()}
+    found = (
+        name in tasks if its_data is None else its_data in known
+        for name, its_data in wanted.items()
+    )
+    return "yes" if all(found) else "no"
 
 
 def write_result(folder: Path, result: EvaluationResult, loaded: LoadedModel) -> Path:
@@ -80,6 +113,7 @@ def write_result(folder: Path, result: EvaluationResult, loaded: LoadedModel) ->
         "unit": result.unit,
         "seconds": result.seconds,
         "facts": result.facts,
+        "training_data_checked": result.checked,
         "settings": result.settings,
         "made_by": made_by,
         "parts": {name: _values(measures) for name, measures in result.parts.items()},

@@ -26,6 +26,7 @@ from gristmill.evaluate.harness import HarnessTask, open_harness_task
 from gristmill.evaluate.questions import BUILT_IN, Task, open_file
 from gristmill.evaluate.results import EvaluationResult
 from gristmill.evaluate.scoring import Truncation, score
+from gristmill.text.filters.contamination import TaskTexts
 
 HARNESS = "harness:"
 _ROWS = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
@@ -52,6 +53,8 @@ class OpenTask:
     name: str
     run: Callable[[LoadedModel, Progress], list[EvaluationResult]]
     """What a model scores; a group of tasks has several results."""
+    texts: Callable[[], list[TaskTexts]]
+    """The items, for finding them in a training text; a group has several tasks."""
 
 
 def open_tasks(
@@ -74,16 +77,25 @@ def _open(name: str, options: TaskOptions, *, where: str) -> OpenTask:
             raise UserError(f"{chosen!r} takes no file: only {known} do", where=where)
         harness = name.removeprefix(HARNESS)
         opened = open_harness_task(harness, where=where, trust=options.trust_code)
-        return OpenTask(opened.name, partial(_run_in_harness, opened, options))
+        return OpenTask(opened.name, partial(_run_in_harness, opened, options), opened.texts)
     if options.shots is not None:
         what = f"{name} is asked as it is defined, without further examples"
         remedy = f"use the harness's own: --tasks {HARNESS}NAME --shots {options.shots}"
         raise UserError(what, where="--shots", remedy=remedy)
     if chosen == core.NAME:
         tasks = core.open_core(path, where=where)
-        return OpenTask(core.NAME, partial(_run_core, tasks, options))
+        return OpenTask(
+            core.NAME,
+            partial(_run_core, tasks, options),
+            lambda: [_texts(f"{core.NAME}/{task.name}", task) for task in tasks],
+        )
     task = open_file(Path(name)) if is_file else BUILT_IN[chosen](path)
-    return OpenTask(task.name, partial(_run_single, task, options))
+    run = partial(_run_single, task, options)
+    return OpenTask(task.name, run, lambda: [_texts(task.name, task)])
+
+
+def _texts(name: str, task: Task) -> TaskTexts:
+    return TaskTexts(name, str(task.facts["data"]), task.facts["data_sha256"], task.texts)
 
 
 # ------------------------------------------------------------------ running

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import numpy.typing as npt
 
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import read_json
+from gristmill.text.languages import language_of
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.tokens.format import LEDGER_FILE, TokenReader, file_of
 from gristmill.tokens.origins import OriginIndex, open_origins, source_numbers
@@ -42,40 +42,6 @@ _PHRASES = (1, 2, 3, 5)
 """Words of the phrases that are counted."""
 _MOST_PHRASES = 20
 _WORD = re.compile(r"\w+")
-_SCRIPTS = {
-    "LATIN": "Latin",
-    "CYRILLIC": "Cyrillic",
-    "GREEK": "Greek",
-    "ARABIC": "Arabic",
-    "HEBREW": "Hebrew",
-    "DEVANAGARI": "Devanagari",
-    "CJK": "Chinese",
-    "HIRAGANA": "Japanese",
-    "KATAKANA": "Japanese",
-    "HANGUL": "Korean",
-    "THAI": "Thai",
-    "BENGALI": "Bengali",
-    "TAMIL": "Tamil",
-    "GEORGIAN": "Georgian",
-    "ARMENIAN": "Armenian",
-}
-"""Scripts by the first word of the names of their letters."""
-_COMMON = {
-    "English": "the of and to in is that was for with it as on by",
-    "German": "der die und das ist nicht mit von den ein zu auf des dem",
-    "French": "le la les et des est dans que pour une qui pas sur au",
-    "Spanish": "el los las de que y en un por con una para es del",
-    "Portuguese": "o os as de que e em um uma não para com do da",
-    "Italian": "il che di e la non per un è della sono del con gli",
-    "Dutch": "de het een en van niet dat op zijn met voor is te aan",
-    "Swedish": "och att det som en på är av för med den till inte om",
-    "Polish": "i w nie na się z do to jest że o jak po przez",
-    "Turkish": "ve bir bu da için ile de olarak daha olan çok gibi kadar en",
-    "Indonesian": "yang dan di dengan untuk dari pada adalah ini dalam tidak itu ke oleh",
-    "Finnish": "ja on ei että se oli hän mutta kun ovat joka myös niin kuin",
-}
-_ENOUGH = 0.06
-"""The share of words of a language's commonest ones from which a text counts as of it."""
 
 
 @dataclass(frozen=True)
@@ -196,30 +162,6 @@ def _sample(reader: TokenReader, tokenizer: Tokenizer) -> Iterator[_Text]:
         ids = reader.read(begin, min(end - begin, _MOST_TOKENS))
         text = tokenizer.decode(ids[ids != tokenizer.end_of_text].tolist())
         yield _Text(document, end - begin, text)
-
-
-def language_of(text: str) -> str:
-    """A guess at the language of a text, or its script."""
-    letters = [character for character in text[:4000] if character.isalpha()]
-    if not letters:
-        return "no letters"
-    names = (unicodedata.name(letter, "").partition(" ")[0] for letter in letters[:500])
-    scripts = Counter(_SCRIPTS.get(name, "another script") for name in names)
-    if scripts["Japanese"]:
-        return "Japanese"
-    script, _ = scripts.most_common(1)[0]
-    if script != "Latin":
-        return script
-    words = _WORD.findall(text[:4000].lower())
-    shares = {
-        language: sum(word in known for word in words) / max(len(words), 1)
-        for language, known in _COMMON_WORDS.items()
-    }
-    best = max(shares, key=lambda language: shares[language])
-    return best if shares[best] >= _ENOUGH else "Latin letters"
-
-
-_COMMON_WORDS = {language: frozenset(words.split()) for language, words in _COMMON.items()}
 
 
 def _shares(values: Iterator[str]) -> list[list[Any]]:

@@ -28,6 +28,7 @@ from gristmill.tokens.format import (
     Starts,
     TokenReader,
     TokenSetInfo,
+    common_tasks,
     id_range,
     piece_bounds,
 )
@@ -111,6 +112,7 @@ def convert_tokens(
             overwrite=overwrite,
             background=True,
             origins=len(together.indices) == len(full),
+            checked=common_tasks([reader.checked or {} for reader in readers]),
             request="\n".join([*map(str, sources), str(format), str(shard_size)]),
         )
     )

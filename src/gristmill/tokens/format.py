@@ -29,7 +29,7 @@ import functools
 import importlib.metadata
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -98,6 +98,8 @@ class Manifest:
     """The tokenizer's spec; its "fingerprint" says which tokenizer it was."""
     files: Mapping[str, FileFacts]
     """The files of the set, by what follows PREFIX in their names."""
+    checked: Mapping[str, Any] = field(default_factory=dict)
+    """The tasks of evaluations whose items the text was checked not to hold, and how, by name."""
     sealed: bool = True
     """Whether the manifest has a checksum of its own, so that damage to it is noticed."""
 
@@ -124,6 +126,8 @@ class NewSet:
     """Tells the hidden files of such a set from those that an earlier attempt left."""
     origins: bool = False
     """Whether it is recorded where each document comes from (`gristmill.tokens.origins`)."""
+    checked: Mapping[str, Any] = field(default_factory=dict)
+    """The tasks that its text was checked against (`Manifest.checked`)."""
     request: str = ""
     """What the set is made of, for sets without a state: if their process is killed while it puts
     them in place, the same request may replace them."""
@@ -162,9 +166,20 @@ def write_manifest(prefix: Path, manifest: Manifest) -> None:
         "tokenizer": dict(manifest.tokenizer),
         "content": manifest.info.fingerprint,
         "files": {suffix: vars(facts) for suffix, facts in manifest.files.items()},
+        **({"checked": dict(manifest.checked)} if manifest.checked else {}),
         "created_by": program_version(),
     }
     write_sealed_json(file_of(prefix, ".json"), value)
+
+
+def common_tasks(checked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The tasks that several sets were checked against in the same way."""
+    first, *others = checked
+    return {
+        task: facts
+        for task, facts in first.items()
+        if all(other.get(task) == facts for other in others)
+    }
 
 
 def is_manifest(path: Path) -> bool:
@@ -230,7 +245,8 @@ def _parse_manifest(value: dict[str, Any]) -> Manifest:
         fingerprint=str(content),
         text_bytes=None if value["text_bytes"] is None else int(value["text_bytes"]),
     )
-    return Manifest(info, value["tokenizer"], files, sealed=SEAL in value)
+    checked = {str(task): dict(facts) for task, facts in value.get("checked", {}).items()}
+    return Manifest(info, value["tokenizer"], files, checked, sealed=SEAL in value)
 
 
 def size_problems(prefix: Path, manifest: Manifest) -> list[Problem]:
@@ -291,9 +307,17 @@ class IdRange(NamedTuple):
 class TokenReader:
     """A finished token set, memory-mapped."""
 
-    def __init__(self, info: TokenSetInfo, files: TokenFiles) -> None:
+    def __init__(
+        self,
+        info: TokenSetInfo,
+        files: TokenFiles,
+        *,
+        checked: Mapping[str, Any] | None = None,
+    ) -> None:
         assert files.tokens == info.tokens
         self.info = info
+        self.checked = checked
+        """The tasks that the text was checked against; None for a set without a manifest."""
         self.plain_origins: npt.NDArray[np.int64] | None = None
         """Of a set that is being written: where its documents come from."""
         self.document_starts = files.starts

@@ -117,6 +117,8 @@ class TokenSetSummary:
     """Tokens per document at the quantiles 0, 0.05, 0.25, 0.5, 0.75, 0.95 and 1."""
     length_histogram: Mapping[int, int]
     """Documents with at least 1, 2, 4, … tokens and fewer than twice as many."""
+    checked: Mapping[str, Any] | None
+    """The tasks of evaluations that its text was checked against; None if nobody wrote it down."""
 
 
 def open_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenReader:
@@ -154,7 +156,7 @@ def open_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenRead
             where=path,
             remedy="prepare the set again",
         )
-    return TokenReader(info, files)
+    return TokenReader(info, files, checked=manifest.checked)
 
 
 def is_empty_part(prefix: Path | str) -> bool:
@@ -196,6 +198,7 @@ def inspect_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenS
         mean_length=len(reader) / len(lengths),
         length_quantiles={q: int(v) for q, v in zip(_QUANTILES, quantiles, strict=True)},
         length_histogram=_histogram(lengths),
+        checked=reader.checked,
     )
 
 

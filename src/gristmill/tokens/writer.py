@@ -271,7 +271,7 @@ class TokenWriter(abc.ABC):
                 file.publish()
             sync_folder(new.prefix.parent)
         info = self._info(text_bytes)
-        write_manifest(new.prefix, Manifest(info, new.tokenizer, files))
+        write_manifest(new.prefix, Manifest(info, new.tokenizer, files, new.checked))
         companions(info)
         if new.state is None:
             _unfinished(new.prefix).unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ def describe_environment(
     parameters: int,
     flops_per_token: float,
     planned: Expectation | None = None,
+    checked_tasks: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of environment.json."""
+    """The content of environment.json; `checked_tasks`: what all text that the weights come from
+    was checked against, if that is known."""
     return {
         "gristmill": version("gristmill"),
         "commit": code_commit(),
@@ -40,6 +43,7 @@ def describe_environment(
         "parameters": parameters,
         "flops_per_token": flops_per_token,
         "planned": None if planned is None else planned.as_json(),
+        "checked_tasks": None if checked_tasks is None else dict(checked_tasks),
         "started": timestamp(),
     }
 

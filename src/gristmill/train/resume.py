@@ -34,6 +34,7 @@ from gristmill.checkpoint.state import identity_changes, restore
 from gristmill.checkpoint.state_file import STATE
 from gristmill.config.load import changed_settings, dump_run
 from gristmill.config.parallel import Mesh
+from gristmill.tokens.format import common_tasks
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import cut_metrics, validation_loss
 from gristmill.train.assemble import BuiltRun
@@ -184,12 +185,23 @@ def _fit_folder(run: BuiltRun) -> list[str]:
         parameters=run.parameters,
         flops_per_token=run.token_cost.palm,
         planned=run.expected,
+        checked_tasks=_checked_tasks(run),
     )
     write_json(folder.environment, environment)
     run.tokenizer.save(folder.tokenizer)
     if run.chat is not None:
         run.chat.template.save(folder.tokenizer)
     return notes
+
+
+def _checked_tasks(run: BuiltRun) -> dict[str, Any] | None:
+    """The tasks that all training sets were checked against; None if one does not say, or if the
+    weights come from elsewhere."""
+    if run.config.model.initial_weights is not None:
+        return None
+    checked = [split.reader.checked for split in run.data.train.splits]
+    known = [tasks for tasks in checked if tasks is not None]
+    return common_tasks(known) if len(known) == len(checked) else None
 
 
 def _set_aside(file: Path, why: str) -> str:

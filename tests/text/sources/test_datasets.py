@@ -93,9 +93,9 @@ def source(request: pytest.FixtureRequest, library: Any, tmp_path: Path) -> str:
 
 def test_rows_come_from_any_number_on(source: str) -> None:
     text = DatasetSource(source, ReadOptions())
-    assert list(text.documents_from(0)) == EXPECTED
+    assert [row[0] for row in text.rows_from(0)] == EXPECTED
     for start in (1, 3, 999, 1000, 1001, 1200, 2499, 2500, 9999):
-        assert list(text.documents_from(start)) == EXPECTED[start:]
+        assert [row[0] for row in text.rows_from(start)] == EXPECTED[start:]
     assert (text.name, text.column) == (source, "text")
 
 
@@ -113,8 +113,10 @@ def test_mistakes_are_named(library: Any, tmp_path: Path) -> None:
     library.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "data")
     source = f"hf:{tmp_path}/data"
     asked = DatasetSource(source, ReadOptions(keys=("title",)))
-    assert list(asked.documents_from(0)) == ["a"]
-    assert list(DatasetSource(f"{source}?column=body", ReadOptions()).documents_from(0)) == ["b"]
+    assert [row[0] for row in asked.rows_from(0)] == ["a"]
+    assert [
+        row[0] for row in DatasetSource(f"{source}?column=body", ReadOptions()).rows_from(0)
+    ] == ["b"]
     for query, message in {
         "column=number": "the column 'number' holds no text",
         "column=text": r"no column 'text'; the columns are: number \(int64\), title",
@@ -149,7 +151,7 @@ def test_a_name_is_pinned_to_its_commit(library: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(library, "load_dataset_builder", load)
     text = DatasetSource("hf:someone/some?config=c&split=s", ReadOptions())
     assert asked == [(("new-someone/some", "c"), {"revision": "abc", "data_files": None})]
-    assert list(text.documents_from(2400)) == EXPECTED[2400:]
+    assert [row[0] for row in text.rows_from(2400)] == EXPECTED[2400:]
     commit = "abd"
     assert (
         DatasetSource("hf:someone/some?config=c&split=s", ReadOptions()).fingerprint
@@ -166,7 +168,7 @@ def test_the_network_can_fail_at_any_row(library: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(ours, "open_hub", lambda datasets, spec: ours.OpenedDataset(broken, "abc"))
     text = DatasetSource("hf:someone/some", ReadOptions())
     with pytest.raises(UserError, match=r"after row [12],000: the line is dead\n") as caught:
-        list(text.documents_from(0))
+        [row[0] for row in text.rows_from(0)]
     assert "someone/some" in str(caught.value)
     monkeypatch.undo()
 

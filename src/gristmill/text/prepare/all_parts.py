@@ -177,7 +177,7 @@ def prepare_in_parts(
                 where=name,
                 remedy="give an output in another folder (-o)",
             )
-    sources = find_sources(request.sources, request.options).sources
+    sources = find_sources(request.sources, request.read_options).sources
     plans = [WorkPlan(sources, part) for part in requests]
     with OutputLock(request.name, purpose="prepare"):
         state = PartsState.open(request.name, of)

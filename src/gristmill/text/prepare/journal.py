@@ -35,12 +35,23 @@ from gristmill.base.files import (
     write_sealed_json,
 )
 from gristmill.text.prepare.request import SourceSpan
-from gristmill.text.sources.source import Dropped, Reason, Skipped, SkipReason, Source
+from gristmill.text.sources.source import (
+    UNREADABLE,
+    Dropped,
+    Reason,
+    Skipped,
+    SkipReason,
+    Source,
+)
 from gristmill.tokens.format import LEDGER_FILE, TokenReader, file_of
 from gristmill.tokens.hashed_file import HashedFile
 
 _MAX_PLACES = 100
 """Dropped lines that are named for each reason, and files that are."""
+_MAX_SAMPLES = 20
+"""The same for reasons that keep samples of the text."""
+_MAX_FOUND = 2000
+"""The same for what is to be listed for every text."""
 
 
 class HopelessError(DataError):
@@ -55,7 +66,7 @@ class Ledger:
     kept: int = 0
     dropped: Counter[Reason] = field(default_factory=Counter)
     places: list[Dropped] = field(default_factory=list)
-    """The first 100 dropped lines of each reason."""
+    """The first dropped lines of each reason."""
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     """Files and folders that were left out; their lines are not counted."""
     skipped_places: list[Skipped] = field(default_factory=list)
@@ -67,7 +78,7 @@ class Ledger:
             self.skipped_places.append(item)
 
     def drop(self, item: Dropped) -> None:
-        if self.dropped[item.reason] < _MAX_PLACES:
+        if self.dropped[item.reason] < _most_places(item.reason):
             self.places.append(item)
         self.dropped[item.reason] += 1
 
@@ -75,11 +86,11 @@ class Ledger:
         """Append the ledger of the part that follows."""
         self.lines += other.lines
         self.kept += other.kept
-        room = {reason: _MAX_PLACES - self.dropped[reason] for reason in other.dropped}
+        before = Counter(self.dropped)
         for item in other.places:
-            if room[item.reason] > 0:
+            if before[item.reason] < _most_places(item.reason):
                 self.places.append(item)
-                room[item.reason] -= 1
+                before[item.reason] += 1
         self.dropped.update(other.dropped)
         self.skipped.update(other.skipped)
         self.skipped_places += other.skipped_places[: _MAX_PLACES - len(self.skipped_places)]
@@ -94,10 +105,13 @@ class Ledger:
         reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
         origins = [item.origin for item in self.places]
         origins += [item.origin for item in self.skipped_places]
+        remedy = "check the sources and, for JSON lines, the key of the text (--json-key)"
+        if self.dropped.keys() - UNREADABLE:
+            remedy = "look at what is dropped, and leave out filters or change their settings"
         raise HopelessError(
             f"no document was found in {self.lines} lines" + (f" ({reasons})" if reasons else ""),
             where=origins[0] if origins else None,
-            remedy="check the sources and, for JSON lines, the key of the text (--json-key)",
+            remedy=remedy,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -120,7 +134,7 @@ class Ledger:
             kept=value["kept"],
             dropped=Counter({Reason(why): count for why, count in value["dropped"].items()}),
             places=[
-                Dropped(Reason(p["reason"], p.get("text", "")), p["origin"])
+                Dropped(Reason(p["reason"], p.get("text", ""), p.get("found", "")), p["origin"])
                 for p in value["first_dropped"]
             ],
             skipped=Counter(
@@ -134,8 +148,16 @@ class Ledger:
 
 
 def _dropped_as_json(item: Dropped) -> dict[str, str]:
-    facts = {"origin": item.origin, "reason": item.reason.value}
-    return {**facts, "text": item.reason.sample} if item.reason.sample else facts
+    reason, facts = item.reason, {"origin": item.origin, "reason": item.reason.value}
+    facts |= {"found": reason.found} if reason.found else {}
+    return facts | ({"text": reason.sample} if reason.sample else {})
+
+
+def _most_places(reason: Reason) -> int:
+    """How many dropped lines are named for a reason."""
+    if reason.found:
+        return _MAX_FOUND
+    return _MAX_SAMPLES if reason.sample else _MAX_PLACES
 
 
 def merge_ledgers(prefixes: Sequence[Path], output: Path) -> None:

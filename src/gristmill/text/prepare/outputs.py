@@ -24,7 +24,7 @@ from gristmill.text.prepare.journal import (
 )
 from gristmill.text.prepare.request import WHOLE, PrepareRequest
 from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
-from gristmill.text.sources.source import Dropped, Skipped
+from gristmill.text.sources.source import UNREADABLE, Dropped, Skipped
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
 from gristmill.tokens.format import LEDGER_FILE, PIECE, NewSet, TokenReader, TokenSetInfo, file_of
 from gristmill.tokens.origins import packed, with_source
@@ -171,6 +171,7 @@ class Outputs:
                     state=saved["writer"] if self._resumable else None,
                     generation=self._generation,
                     origins=self._sources is not None,
+                    checked=self._request.filters.checked,
                 )
             )
             open_set = _OpenSet(prefix, writer, saved["text_bytes"], saved.get("begin", {}))
@@ -209,7 +210,7 @@ class Outputs:
         for key, column in zip(self._keys, block.columns, strict=True):
             key.current.lines += block.rows
             for place, reason in column.dropped:
-                if self._request.strict:
+                if self._request.strict and reason in UNREADABLE:
                     raise HopelessError(
                         f"this line gives no document: {reason.value}",
                         where=origin(place),

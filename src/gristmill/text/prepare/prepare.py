@@ -1,6 +1,6 @@
 """From raw text to token sets: cut, encode, write, and account for every line.
 
-    sources -> spans -> blocks -> workers: rows -> ids -> in order: token writers and ledgers
+    sources -> spans -> blocks -> workers: rows -> filters -> ids -> in order: writers and ledgers
     `---------- WorkPlan ---------'
 
     PREFIX.bin PREFIX.starts PREFIX.json   the token set, here in the format `flat`
@@ -29,6 +29,7 @@ from typing import Any
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.locks import OutputLock
 from gristmill.base.process import usable_cores
+from gristmill.text.filters.build import Filters, save_filters
 from gristmill.text.prepare.journal import (
     Cursor,
     Generation,
@@ -53,7 +54,7 @@ from gristmill.text.prepare.workers import (
     encode_rows,
 )
 from gristmill.text.sources.datasets import DatasetSource
-from gristmill.text.sources.reading import cut_source, find_sources
+from gristmill.text.sources.reading import cut_source, find_sources, is_plain_text
 from gristmill.text.sources.source import (
     Document,
     Item,
@@ -113,7 +114,7 @@ class WorkPlan:
         self.closed = 0
         """How many spans are done."""
         self._sources = sources
-        self._options = request.options
+        self._options = request.read_options
         self._on_damage = request.on_damage
         self._kept: Mapping[int, KeptSpan] = {}
         self._span_of = {span.source: number for number, span in enumerate(self.spans)}
@@ -138,7 +139,7 @@ class WorkPlan:
                 begin, kept = span.begin, self._kept.get(number)
                 if kept:
                     disk = span.begin if kept.cursor else span.begin + span.disk
-                    nothing = TextRows([[] for _ in self._options.keys], (), 0)
+                    nothing = TextRows([[] for _ in self._options.columns], (), 0)
                     yield BlockInSource(span.source, source, TextBlock(begin, begin, disk, nothing))
                     if kept.cursor is None:
                         continue
@@ -197,6 +198,12 @@ class WorkPlan:
             line = 1 + lines_before(source, self.spans[span].begin)
             cursor = Cursor(span, self.spans[span].begin, line)
         origin = functools.partial(_origin, source.name, cursor.line)
+        if block.fault is not None:
+            raise UserError(
+                block.fault.what,
+                where=origin(block.fault.place),
+                remedy="mend the function; if it was changed, start over with --overwrite",
+            )
         outputs.append(block, source=located.number, line=cursor.line, origin=origin, span=span)
         line = cursor.line + block.lines
         if block.failure is None:
@@ -254,7 +261,8 @@ def prepare(
     note: Callable[[str], None] = lambda message: None,
 ) -> PrepareResult:
     """Turn sources into token sets; `note` receives messages for the user."""
-    sources, skipped = find_sources(request.sources, request.options, note=note)
+    sources, skipped = find_sources(request.sources, request.read_options, note=note)
+    _check_fields(sources, request)
     for source in sources:
         if isinstance(source, DatasetSource):
             note(f"{source.name}: reading the column {source.column!r}")
@@ -332,11 +340,15 @@ def _encode(
     """Encode blocks in their order, by workers, which use the folder, or by this process."""
     settings = _encode_settings(request, tokenizer, folder)
     batches = batched(blocks, block_bytes=request.options.block_bytes)
+    # Before any worker meets the same mistake, such as a function that is not there.
+    filters = Filters(request.filters) if request.filters else None
     if workers:
         save_encoder(tokenizer, folder)
+        if filters:
+            save_filters(request.filters, folder)
         return workers.encode(batches, settings)
     encoder = choose_encoder(tokenizer)
-    return ((batch, encode_batch(batch, settings, encoder)) for batch in batches)
+    return ((batch, encode_batch(batch, settings, encoder, filters)) for batch in batches)
 
 
 def prepare_documents(
@@ -372,7 +384,20 @@ def _save_rewound(journal: Journal, plan: WorkPlan, outputs: Outputs) -> None:
 
 def _encode_settings(request: PrepareRequest, tokenizer: Tokenizer, folder: Path) -> EncodeSettings:
     end = tokenizer.end_of_text if request.append_end_of_text else None
-    return EncodeSettings(request.options, folder, end, dtype_for(tokenizer.size))
+    return EncodeSettings(request.read_options, folder, end, dtype_for(tokenizer.size))
+
+
+def _check_fields(sources: Sequence[Source], request: PrepareRequest) -> None:
+    """Refuse sources whose rows have no fields, if a filter asks for some."""
+    if not request.filters.fields:
+        return
+    for source in sources:
+        if is_plain_text(source):
+            what = (
+                f"a filter asks for {request.filters.fields[0]!r}, which plain text does not have"
+            )
+            remedy = "give JSON lines, Parquet or another kind of table, or leave the filter out"
+            raise UserError(what, where=source.name, remedy=remedy)
 
 
 def _worker_count(total: int | None) -> int:

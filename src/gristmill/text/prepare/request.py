@@ -27,7 +27,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ import numpy.typing as npt
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.hashing import mix
 from gristmill.base.units import parse_split
+from gristmill.text.filters.build import FilterPlan
 from gristmill.text.sources.reading import format_of
 from gristmill.text.sources.source import OnDamage, ReadOptions, Source
 from gristmill.text.tokenizers.tokenizer import Tokenizer
@@ -128,6 +129,7 @@ class PrepareRequest:
     tokenizer: Tokenizer | Callable[[], Tokenizer]
     """Or a function that opens it: then the worker processes start meanwhile."""
     options: ReadOptions = field(default_factory=ReadOptions)
+    filters: FilterPlan = field(default_factory=FilterPlan)
     append_end_of_text: bool = True
     strict: bool = False
     """Stop at the first line that would be dropped."""
@@ -142,6 +144,11 @@ class PrepareRequest:
     overwrite: bool = False
     save_every: float = SAVE_EVERY
     """Seconds of work that a kill may cost."""
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """How sources are read, with what filters ask for."""
+        return replace(self.options, fields=self.filters.fields)
 
     @property
     def splits(self) -> Sequence[str | None]:
@@ -172,6 +179,7 @@ class PrepareRequest:
             "documents": options.separator or options.split.value,
             **({"portion": list(options.portion)} if options.portion else {}),
             "append_eod": self.append_end_of_text,
+            **self.filters.as_json(),
             "format": self.format,
             "shard_size": self.shard_size,
             "split": [*holdout.shares, holdout.seed, holdout.rows] if holdout else None,

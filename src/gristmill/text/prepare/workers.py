@@ -1,4 +1,4 @@
-"""From blocks of text to token ids, in this process or in several.
+"""From blocks of text to token ids, through filters, in this process or in several.
 
     batches of blocks  ->  at most a few per worker under way  ->  results in the same order
 
@@ -27,6 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.text.filters.build import Filters, filter_rows, open_filters
+from gristmill.text.filters.own import OwnFilterError
 from gristmill.text.sources.reading import read_block
 from gristmill.text.sources.source import (
     ReadError,
@@ -49,7 +51,7 @@ class EncodeSettings:
 
     options: ReadOptions
     encoder: Path
-    """A folder that `save_encoder` wrote."""
+    """A folder that `save_encoder` wrote, and `save_filters` if there are filters."""
     end_of_text: int | None
     """The id that follows each document."""
     dtype: str
@@ -87,6 +89,16 @@ class EncodedBlock:
     failure: ReadError | None
     encoder: str
     """The library that encoded it."""
+    fault: FilterFault | None = None
+    """Why the block could not be filtered."""
+
+
+class FilterFault(NamedTuple):
+    """A document that a filter of the user's failed on."""
+
+    place: int
+    """The line where it begins, counted from the beginning of the block."""
+    what: str
 
 
 class BlockInSource(NamedTuple):
@@ -133,13 +145,21 @@ def _encode_column(
 
 
 def encode_batch(
-    batch: BlockBatch, settings: EncodeSettings, encoder: Encoder
+    batch: BlockBatch, settings: EncodeSettings, encoder: Encoder, filters: Filters | None
 ) -> list[EncodedBlock]:
-    """Read and encode blocks."""
-    return [
-        encode_rows(read_block(source, block, settings.options), settings, encoder)
-        for _, source, block in batch
-    ]
+    """Read, filter and encode blocks."""
+    encoded = []
+    for _, source, block in batch:
+        rows = read_block(source, block, settings.options)
+        if filters is not None:
+            try:
+                rows = filter_rows(rows, filters, fields=settings.options.fields)
+            except OwnFilterError as error:
+                fault = FilterFault(error.place, str(error))
+                encoded.append(EncodedBlock(0, 0, (), None, encoder.name, fault))
+                continue
+        encoded.append(encode_rows(rows, settings, encoder))
+    return encoded
 
 
 def batched(blocks: Iterable[BlockInSource], *, block_bytes: int) -> Iterator[BlockBatch]:
@@ -230,7 +250,8 @@ def _exit_with(parent: int) -> None:
 
 
 _encoder = functools.lru_cache(maxsize=1)(open_encoder)
+_filters = functools.lru_cache(maxsize=1)(open_filters)
 
 
 def _encode_here(batch: BlockBatch, settings: EncodeSettings) -> list[EncodedBlock]:
-    return encode_batch(batch, settings, _encoder(settings.encoder))
+    return encode_batch(batch, settings, _encoder(settings.encoder), _filters(settings.encoder))

@@ -16,7 +16,7 @@ the documents must not pass for all of them. What is streamed is not kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -142,8 +142,9 @@ class DatasetSource(Source):
             opened = open_hub(datasets, spec)
         self._rows = opened.rows
         asked = options.keys[0] if options.keys != ReadOptions().keys else None
-        self.column = self._find_column(spec.column or asked)
-        facts = [spec.name, spec.config, spec.split, self.column, opened.version]
+        self.column = self._find_column(spec.column or asked, options.fields)
+        self.fields = options.fields
+        facts = [spec.name, spec.config, spec.split, self.column, opened.version, *self.fields]
         self.fingerprint = sha256_text(json.dumps(facts))
 
     @property
@@ -154,10 +155,11 @@ class DatasetSource(Source):
         # Blocks carry the rows, so workers need not open the dataset.
         return vars(self) | {"_rows": None}
 
-    def documents_from(self, start: int) -> Iterator[Value]:
-        """The text of each row from number `start` on, or why the row has none."""
+    def rows_from(self, start: int) -> Iterator[tuple[Value, ...]]:
+        """The text and the fields of each row from number `start` on, or why it has none."""
         # Arrow batches cost little until they are converted.
-        rows = self._rows.select_columns([self.column]).with_format("arrow")
+        names = [self.column, *self.fields]
+        rows = self._rows.select_columns(list(dict.fromkeys(names))).with_format("arrow")
         batches = rows.iter(batch_size=_BATCH_ROWS)
         done = 0
         while True:
@@ -173,11 +175,11 @@ class DatasetSource(Source):
                 return
             begin, done = done, done + table.num_rows
             if done > start:
-                column = table.column(self.column).slice(max(0, start - begin))
-                for value in column.to_pylist():
-                    yield text_or_reason(value, check_surrogates=False)
+                columns = [table.column(name).slice(max(0, start - begin)) for name in names]
+                for row in zip(*(column.to_pylist() for column in columns), strict=True):
+                    yield tuple(text_or_reason(value, check_surrogates=False) for value in row)
 
-    def _find_column(self, asked: str | None) -> str:
+    def _find_column(self, asked: str | None, fields: Sequence[str]) -> str:
         features = self._rows.features
         if features is not None:
             schema = features.arrow_schema
@@ -197,26 +199,34 @@ class DatasetSource(Source):
                 where=self.name,
                 remedy="name a column of type string: hf:NAME?column=…, or --json-key",
             )
+        if missing := [name for name in fields if name not in types]:
+            raise DataError(
+                f"there is no column {missing[0]!r}, which a filter asks for; the columns are: "
+                + ", ".join(types),
+                where=self.name,
+                remedy="name another in the settings of the filter",
+            )
         return chosen
 
 
 def _cut(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
     assert isinstance(source, DatasetSource)
-    values: list[Value] = []
+    rows: list[tuple[Value, ...]] = []
     characters = 0
-    for value in source.documents_from(begin):
-        values.append(value)
-        characters += len(value) if isinstance(value, str) else 0
-        if characters >= options.block_bytes or len(values) == _BATCH_ROWS:
-            yield _block(begin, values)
-            begin, values, characters = begin + len(values), [], 0
-    if values:
-        yield _block(begin, values)
+    for row in source.rows_from(begin):
+        rows.append(row)
+        characters += len(row[0]) if isinstance(row[0], str) else 0
+        if characters >= options.block_bytes or len(rows) == _BATCH_ROWS:
+            yield _block(begin, rows)
+            begin, rows, characters = begin + len(rows), [], 0
+    if rows:
+        yield _block(begin, rows)
 
 
-def _block(begin: int, values: list[Value]) -> TextBlock:
-    rows = TextRows([values], range(len(values)), len(values))
-    return TextBlock(begin, begin + len(values), disk=0, content=rows)
+def _block(begin: int, rows: Sequence[tuple[Value, ...]]) -> TextBlock:
+    columns = list(zip(*rows, strict=True))
+    content = TextRows(columns, range(len(rows)), len(rows))
+    return TextBlock(begin, begin + len(rows), disk=0, content=content)
 
 
 DATASET = SourceFormat(_cut)

@@ -71,17 +71,17 @@ def _read(
     options: ReadOptions,
     *,
     split: Callable[[bytes, ReadOptions], Iterable[tuple[int, bytes]]],
-    parse: Callable[[bytes, Sequence[str]], Sequence[Value]],
+    parse: Callable[[bytes, ReadOptions], Sequence[Value]],
 ) -> TextRows:
     """Split a block into documents, each with the line where it begins, and parse them."""
     content = content_of(source, block, options)
-    columns: list[list[Value]] = [[] for _ in options.keys]
+    columns: list[list[Value]] = [[] for _ in options.columns]
     places: list[int] = []
     for place, document in split(content, options):
         if len(document) > options.line_limit:
             return TextRows(columns, places, place, too_long(options))
         places.append(place)
-        for column, value in zip(columns, parse(document, options.keys), strict=True):
+        for column, value in zip(columns, parse(document, options), strict=True):
             column.append(value)
     return TextRows(columns, places, content.count(b"\n"))
 
@@ -217,9 +217,18 @@ def _whole(content: bytes, options: ReadOptions) -> Iterator[tuple[int, bytes]]:
     yield 0, content
 
 
-_read_text = functools.partial(_read, parse=lambda text, keys: [decoded(text)] * len(keys))
+def _parse_text(text: bytes, options: ReadOptions) -> Sequence[Value]:
+    """A plain text, whatever its key, has no fields."""
+    return [decoded(text)] * len(options.keys) + [Reason.MISSING_KEY] * len(options.fields)
+
+
+def _parse_line(line: bytes, options: ReadOptions) -> Sequence[Value]:
+    return parse_object(line, options.columns)
+
+
+_read_text = functools.partial(_read, parse=_parse_text)
 JSON_LINES = SourceFormat(
-    cut_lines, functools.partial(_read, split=_lines, parse=parse_object), divisible=True
+    cut_lines, functools.partial(_read, split=_lines, parse=_parse_line), divisible=True
 )
 TEXT_BY_SPLIT = {
     DocumentSplit.FILE: SourceFormat(_cut_whole, functools.partial(_read_text, split=_whole)),
@@ -291,7 +300,7 @@ def _parse(
     text: str, options: ReadOptions, *, array: bool, at_start: bool, at_end: bool
 ) -> tuple[TextRows, int]:
     """The rows of all whole values, and where the last of them ends."""
-    columns: list[list[Value]] = [[] for _ in options.keys]
+    columns: list[list[Value]] = [[] for _ in options.columns]
     places: list[int] = []
     blanks = _BLANKS if array else _BLANKS_AND_COMMAS
     line = counted = end = 0
@@ -324,7 +333,7 @@ def _parse(
             if isinstance(value, str):
                 # A string is the document itself.
                 value = dict.fromkeys(options.keys, value)
-            values = values_of(value, options.keys, check_surrogates=True)
+            values = values_of(value, options.columns, check_surrogates=True)
             for column, cell in zip(columns, values, strict=True):
                 column.append(cell)
             place = end = end_of_value

@@ -190,6 +190,11 @@ def format_of(source: Source, options: ReadOptions) -> SourceFormat:
     return FORMATS.get(source.extension, text)
 
 
+def is_plain_text(source: Source) -> bool:
+    """Whether a source has texts alone, without keys or columns."""
+    return source.extension not in FORMATS
+
+
 def cut_source(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
     """The blocks of a source from a position on; a failure is the last of them."""
     position, disk = begin, 0

@@ -55,6 +55,8 @@ class Reason:
     value: str
     sample: str = field(default="", compare=False)
     """The beginning of the text that was dropped, if there was one."""
+    found: str = field(default="", compare=False)
+    """What in particular was found in it, if that is to be listed for every text."""
 
 
 Reason.INVALID_JSON = Reason("invalid json")
@@ -63,6 +65,13 @@ Reason.MISSING_KEY = Reason("missing key")
 Reason.WRONG_TYPE = Reason("wrong type")
 Reason.INVALID_UTF8 = Reason("invalid utf-8")
 Reason.EMPTY_TEXT = Reason("empty text")
+UNREADABLE = frozenset(
+    (
+        Reason.INVALID_JSON, Reason.INVALID_CSV, Reason.MISSING_KEY, Reason.WRONG_TYPE,
+        Reason.INVALID_UTF8, Reason.EMPTY_TEXT,
+    )
+)  # fmt: skip
+"""Reasons that are mistakes of a source; others are choices of a filter."""
 
 
 class SkipReason(enum.Enum):
@@ -139,6 +148,13 @@ class ReadOptions:
     """The maximum size of one document in bytes."""
     block_bytes: int = BLOCK_BYTES
     """The approximate size of a block."""
+    fields: tuple[str, ...] = ()
+    """More keys or columns that are read: what filters ask of a row."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The keys of the columns of `TextRows`."""
+        return (*self.keys, *self.fields)
 
 
 def tell(message: str) -> None:
@@ -316,7 +332,7 @@ class TextRows:
     """The rows of a block; each row is one document per key, or a reason why not."""
 
     columns: Sequence[Sequence[Value]]
-    """For each key, one value per row."""
+    """For each key, and then each field, one value per row."""
     places: Sequence[int]
     """The line where each row begins, counted from the beginning of the block."""
     lines: int
@@ -377,7 +393,7 @@ def check_encoding(start: bytes) -> None:
 def failed_rows(options: ReadOptions, error: Exception) -> TextRows:
     """No rows, but the reason for that."""
     failure = error if isinstance(error, ReadError) else damaged(error)
-    return TextRows([[] for _ in options.keys], (), 0, failure)
+    return TextRows([[] for _ in options.columns], (), 0, failure)
 
 
 def cut_stream(

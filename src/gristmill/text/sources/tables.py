@@ -122,7 +122,7 @@ def _cut(
     if header is None:
         return
     if begin == 0:
-        rows = TextRows([[] for _ in options.keys], (), header.lines)
+        rows = TextRows([[] for _ in options.columns], (), header.lines)
         yield TextBlock(0, header.size, disk=0, content=rows)
     last_cut = functools.partial(_after_last_record, delimiter=header.delimiter)
     for block in cut_stream(source, options, max(begin, header.size), last_cut=last_cut):
@@ -154,7 +154,7 @@ def _header_of(source: Source, options: ReadOptions, delimiters: Sequence[str]) 
             "there is a carriage return inside the first line",
             remedy="end the lines of the file with LF or CRLF, or quote the cell",
         ) from None
-    for key in options.keys:
+    for key in options.columns:
         if key not in columns:
             raise missing_column(key, columns)
     size = min(len(content) - len(data) + match.end(), len(content))
@@ -170,7 +170,7 @@ def _read(source: Source, block: TextBlock, options: ReadOptions) -> TextRows:
         text, valid = data.decode(errors="surrogateescape"), False
     lines = list(io.StringIO(text, newline="\n"))
     reader = _csv_reader(lines, header.delimiter, options)
-    indices = [header.columns.index(key) for key in options.keys]
+    indices = [header.columns.index(key) for key in options.columns]
     columns: list[list[Value]] = [[] for _ in indices]
     places: list[int] = []
     while reader.line_num < len(lines):
@@ -238,7 +238,7 @@ def _opening(source: Source) -> Iterator[None]:
 
 def _check_columns(schema: Any, options: ReadOptions) -> None:
     """Refuse a table that lacks a text column."""
-    for key in options.keys:
+    for key in options.columns:
         indices = schema.get_all_field_indices(key)
         if not indices:
             texts = [field.name for field in schema if str(field.type) in _bytes_by_text()]
@@ -269,7 +269,7 @@ def _bytes_by_text() -> Mapping[str, Any]:
 def _rows(table: Any, options: ReadOptions) -> TextRows:
     """The rows of a table or record batch, up to the first text that is too long."""
     texts: list[list[bytes | None]] = []
-    for key in options.keys:
+    for key in options.columns:
         column = table.column(key)
         chunks = column.chunks if hasattr(column, "chunks") else [column]
         texts.append([text for chunk in chunks for text in _as_bytes(chunk).to_pylist()])
@@ -376,7 +376,7 @@ def _blocks_of_group(
         # The size is that of all columns; that of the requested ones is known once they are read.
         batch_size=max(_rows_per_block(rows, group.size, options), _MIN_ROWS),
         row_groups=[group.number],
-        columns=list(set(options.keys)),
+        columns=list(set(options.columns)),
         use_threads=False,
     )
     position = group.begin
@@ -389,7 +389,7 @@ def _read_parquet(source: Source, block: TextBlock, options: ReadOptions) -> Tex
     with _opening(source), _open_parquet(source) as file:
         groups = _row_groups(file)
         number = next(group.number for group in groups if group.begin == block.begin < group.end)
-        table = file.read_row_group(number, columns=list(set(options.keys)), use_threads=False)
+        table = file.read_row_group(number, columns=list(set(options.columns)), use_threads=False)
         return _rows(table, options)
 
 
@@ -404,7 +404,7 @@ def _cut_arrow(source: Source, options: ReadOptions, begin: int) -> Iterator[Tex
         handle.seek(0)
         schema = open_either(handle).schema
         _check_columns(schema, options)
-        fields = sorted({schema.get_field_index(key) for key in options.keys})
+        fields = sorted({schema.get_field_index(key) for key in options.columns})
         read_options = ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         handle.seek(0)
         reader = open_either(handle, options=read_options)

@@ -1,0 +1,148 @@
+"""The words of a text as an array of numbers, and what filters ask about each of them.
+
+    "don't do it"  ->  pieces between blanks  ->  [do n't] [do] [it]  ->  [7 8 7 9]
+
+Most pieces of a text were seen before, so a table remembers what each was divided into, and a text
+costs one look-up for a piece. Facts about words are columns of arrays that the numbers index: then
+a rule about all words of a text is a sum or a sort. The table is emptied when it has grown large.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gristmill.text.filters.english import English, code_points, english, tables
+
+Numbers = npt.NDArray[np.int64]
+
+_MOST_PIECES = 1 << 17
+"""Pieces that are remembered from one text to the next."""
+_JOINED = -1
+"""Stands for a piece in which known words were put together: what is around it may matter."""
+HASH_BASE = np.uint64(0x9E3779B97F4A7C15 | 1)
+
+
+class WordTable(dict[str, tuple[int, ...]]):
+    """The numbers of the words of each piece, and facts about words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        """The words by their numbers."""
+        self._numbers: dict[str, int] = {}
+        self._facts = WordFacts.of_size(1024)
+        self._known = 0
+        """How many words the facts are about."""
+
+    @functools.cached_property
+    def language(self) -> English:
+        """The rules that divide pieces; not every filter needs words."""
+        return english()
+
+    def numbers_of(self, text: str) -> Numbers:
+        """The words of a text, without blanks."""
+        if len(self) > _MOST_PIECES:
+            self.clear()
+            self.words.clear()
+            self._numbers.clear()
+            self._known = 0
+        found = map(self.__getitem__, text.split())
+        numbers = np.fromiter(chain.from_iterable(found), np.int64)
+        if numbers.size and numbers.min() == _JOINED:
+            words = (word for word in self.language.words_of(text) if not word.isspace())
+            return np.fromiter(map(self.number_of, words), np.int64)
+        return numbers
+
+    def __missing__(self, piece: str) -> tuple[int, ...]:
+        words: Sequence[str] = self.language.divide(piece)
+        joined = len(words) > 1 and self.language.joined(words, [True] * len(words))
+        numbers = (_JOINED,) if joined else tuple(map(self.number_of, words))
+        self[piece] = numbers
+        return numbers
+
+    def number_of(self, word: str) -> int:
+        """The number of a word, which it gets when it is first seen."""
+        number = self._numbers.get(word)
+        if number is None:
+            number = self._numbers[word] = len(self.words)
+            self.words.append(word)
+        return number
+
+    @property
+    def facts(self) -> WordFacts:
+        """Facts about all words that have a number."""
+        if self._known < len(self.words):
+            if len(self.words) > len(self._facts.lengths):
+                grown = WordFacts.of_size(2 * len(self.words))
+                for new, old in zip(grown, self._facts, strict=True):
+                    new[: self._known] = old[: self._known]
+                self._facts = grown
+            for column, new in zip(self._facts, _facts_of(self.words[self._known :]), strict=True):
+                column[self._known : len(self.words)] = new
+            self._known = len(self.words)
+        return self._facts
+
+
+class WordFacts(NamedTuple):
+    """Facts about words, by their numbers."""
+
+    lengths: Numbers
+    """Characters of each word."""
+    plain_lengths: Numbers
+    """The same, and 0 for words that consist of symbols."""
+    has_letter: npt.NDArray[np.bool_]
+    hashes: npt.NDArray[np.uint64]
+    """The sum of c(i) * HASH_BASE^i over the characters of each word, modulo 2^64."""
+
+    @classmethod
+    def of_size(cls, count: int) -> WordFacts:
+        """Room for so many words."""
+        return cls(
+            np.zeros(count, np.int64),
+            np.zeros(count, np.int64),
+            np.zeros(count, np.bool_),
+            np.zeros(count, np.uint64),
+        )
+
+
+def _facts_of(words: Sequence[str]) -> WordFacts:
+    lengths = np.fromiter(map(len, words), np.int64, len(words))
+    plain = np.fromiter((not _symbols().issuperset(word) for word in words), np.bool_)
+    has_letter = np.fromiter((any(map(str.isalpha, word)) for word in words), np.bool_)
+    characters = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), "<u4")
+    powers, inverse = powers_of_base(len(characters) + 1)
+    terms = np.cumsum(characters * powers[: len(characters)])
+    sums = np.concatenate((np.zeros(1, np.uint64), terms))
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    hashes = (sums[ends] - sums[starts]) * inverse[starts]
+    return WordFacts(lengths, lengths * plain, has_letter, hashes)
+
+
+@functools.cache
+def _symbols() -> frozenset[str]:
+    """Characters that make no word."""
+    quality = tables()["quality"]
+    return frozenset(map(chr, code_points(quality["ends"]) + code_points(quality["symbols"])))
+
+
+_powers = np.ones(1, np.uint64), np.ones(1, np.uint64)
+
+
+def powers_of_base(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """So many powers of the base of hashes or more, and their inverses, modulo 2^64."""
+    global _powers
+    if len(_powers[0]) < count:
+        size, one = max(1 << 16, 1 << (count - 1).bit_length()), np.ones(1, np.uint64)
+        inverse = np.uint64(pow(int(HASH_BASE), -1, 1 << 64))
+        _powers = (
+            np.concatenate((one, np.cumprod(np.full(size - 1, HASH_BASE)))),
+            np.concatenate((one, np.cumprod(np.full(size - 1, inverse)))),
+        )
+    return _powers
