@@ -21,6 +21,7 @@ from gristmill.text.prepare.journal import (
     KeyRecord,
     Ledger,
     SetCounts,
+    is_fault,
 )
 from gristmill.text.prepare.request import WHOLE, PrepareRequest
 from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
@@ -209,13 +210,15 @@ class Outputs:
         for key, column in zip(self._keys, block.columns, strict=True):
             key.current.lines += block.rows
             for place, reason in column.dropped:
-                if self._request.strict:
+                if self._request.strict and is_fault(reason):
                     raise HopelessError(
                         f"this line gives no document: {reason.value}",
                         where=origin(place),
                         remedy="fix it, or leave out --strict to drop such lines",
                     )
                 key.current.drop(Dropped(reason, origin(place)))
+            for units in column.removed:
+                key.current.remove(units, origin(units.place))
             key.current.kept += len(column.lengths)
             if len(column.lengths):
                 self._append(key.sets, column, source=source, span=span, line=line)

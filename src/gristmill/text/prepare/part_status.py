@@ -36,6 +36,7 @@ from gristmill.text.prepare.journal import (
     Ledger,
     SetCounts,
     SpanId,
+    is_fault,
     journal_file,
 )
 from gristmill.text.prepare.outputs import PreparedKey, PreparedSet
@@ -56,7 +57,7 @@ class PartRecord:
     counts: SetCounts
     """The sum over all its sets."""
     dropped: bool
-    """Whether any line was dropped."""
+    """Whether any faulty line was dropped."""
     damaged: bool
     """Whether a damaged file was left out."""
     manifests: Sequence[str]
@@ -115,7 +116,7 @@ def write_record(
         request=asked,
         spans=_digest(ids),
         counts=counts,
-        dropped=any(key.ledger.dropped for key in keys),
+        dropped=any(is_fault(reason) for key in keys for reason in key.ledger.dropped),
         damaged=any(SkipReason.DAMAGED_FILE in key.ledger.skipped for key in keys),
         manifests=[
             os.path.relpath(file_of(prepared.prefix, ".json"), name.parent)

@@ -17,16 +17,24 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.text.dedup.drops import (
+    BlockDrops,
+    RemovedUnits,
+    SignedColumn,
+    drop_duplicates,
+    sign_column,
+)
+from gristmill.text.dedup.signatures import SignatureSettings
 from gristmill.text.sources.reading import read_block
 from gristmill.text.sources.source import (
     ReadError,
@@ -41,6 +49,8 @@ from gristmill.text.tokenizers.encoders import Encoder, open_encoder
 
 _BATCHES_PER_WORKER = 3
 _MAX_BLOCKS = 256
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,8 @@ class EncodedColumn:
     """The line where each document began, counted from the beginning of the block."""
     dropped: Sequence[tuple[int, Reason]]
     """The lines that gave no document."""
+    removed: Sequence[RemovedUnits] = ()
+    """What was removed inside of documents."""
 
     def only(self, mine: npt.NDArray[np.bool_]) -> EncodedColumn:
         """Some of the documents."""
@@ -95,6 +107,8 @@ class BlockInSource(NamedTuple):
     number: int
     source: Source
     block: TextBlock
+    drops: BlockDrops | None = None
+    """The duplicates in it, if they are dropped."""
 
 
 BlockBatch: TypeAlias = Sequence[BlockInSource]
@@ -136,10 +150,50 @@ def encode_batch(
     batch: BlockBatch, settings: EncodeSettings, encoder: Encoder
 ) -> list[EncodedBlock]:
     """Read and encode blocks."""
-    return [
-        encode_rows(read_block(source, block, settings.options), settings, encoder)
-        for _, source, block in batch
-    ]
+    encoded = []
+    for located in batch:
+        rows, removed = rows_of(located, settings.options), list[list[RemovedUnits]]()
+        if located.drops:
+            rows, removed = drop_duplicates(rows, located.drops)
+        block = encode_rows(rows, settings, encoder)
+        columns = zip(block.columns, removed, strict=False)
+        changed = [replace(column, removed=inside) for column, inside in columns]
+        encoded.append(replace(block, columns=changed or block.columns))
+    return encoded
+
+
+def rows_of(located: BlockInSource, options: ReadOptions) -> TextRows:
+    """The rows of a block, as both passes see them: the one that signs and the one that encodes."""
+    return read_block(located.source, located.block, options)
+
+
+@dataclass(frozen=True)
+class SignSettings:
+    """Everything that decides how blocks are signed."""
+
+    options: ReadOptions
+    signatures: SignatureSettings
+
+
+@dataclass(frozen=True)
+class SignedBlock:
+    """What the documents of a block are compared by."""
+
+    lines: int
+    documents: int
+    columns: Sequence[SignedColumn]
+    failure: ReadError | None
+
+
+def sign_batch(batch: BlockBatch, settings: SignSettings) -> list[SignedBlock]:
+    """Read and sign blocks."""
+    signed = []
+    for located in batch:
+        rows = rows_of(located, settings.options)
+        columns = [sign_column(v, rows.places, settings.signatures) for v in rows.columns]
+        texts = sum(isinstance(value, str) for values in rows.columns for value in values)
+        signed.append(SignedBlock(rows.lines, texts, columns, rows.failure))
+    return signed
 
 
 def batched(blocks: Iterable[BlockInSource], *, block_bytes: int) -> Iterator[BlockBatch]:
@@ -181,10 +235,16 @@ class Workers:
         self, batches: Iterable[BlockBatch], settings: EncodeSettings
     ) -> Iterator[tuple[BlockBatch, list[EncodedBlock]]]:
         """Encode batches; the results come in the same order."""
-        waiting: deque[tuple[BlockBatch, concurrent.futures.Future[list[EncodedBlock]]]] = deque()
+        return self.map(functools.partial(_encode_here, settings=settings), batches)
+
+    def map(
+        self, function: Callable[[Task], Result], tasks: Iterable[Task]
+    ) -> Iterator[tuple[Task, Result]]:
+        """Tasks with their results, in the same order."""
+        waiting: deque[tuple[Task, concurrent.futures.Future[Result]]] = deque()
         try:
-            for batch in batches:
-                waiting.append((batch, self._pool.submit(_encode_here, batch, settings)))
+            for task in tasks:
+                waiting.append((task, self._pool.submit(function, task)))
                 if len(waiting) >= _BATCHES_PER_WORKER * self._count:
                     first, future = waiting.popleft()
                     yield first, future.result()
