@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def role_of(number: int, of: int) -> str:
 def signed_file(whole: Path, number: int, of: int) -> Path:
     """What tells how far the signing of a part is."""
     return dedup_folder(whole) / f"{role_of(number, of)}.signed.json"
+
+
+def signed_divisions(whole: Path) -> set[int]:
+    """Into how many parts a preparation was divided to be signed."""
+    files = dedup_folder(whole).glob("part-*-of-*.signed.json")
+    return {int(match[1]) for file in files if (match := re.search(r"-of-(\d+)\.", file.name))}
 
 
 def groups_file(whole: Path, of: int) -> Path:

@@ -119,6 +119,8 @@ class WorkPlan:
         self.spans = spans_of(sources, request.options, request.part)
         numbered = request.holdout is not None
         self.ids = [SpanId.of(span, sources[span.source], numbered=numbered) for span in self.spans]
+        self.signed_ids = list(self.ids)
+        """As they are before it is known what is dropped."""
         self.names = [sources[span.source].name for span in self.spans]
         """The source of each span."""
         self.closed = 0
@@ -141,7 +143,7 @@ class WorkPlan:
     def drop(self, drops: PartDrops) -> None:
         """Drop duplicates; a span that gives other documents now is another span."""
         self._drops = drops
-        for number, id in enumerate(self.ids):
+        for number, id in enumerate(self.signed_ids):
             fingerprint = sha256_text(id.fingerprint + drops.digest(number))[:32]
             self.ids[number] = replace(id, fingerprint=fingerprint)
 

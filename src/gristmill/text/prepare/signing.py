@@ -45,6 +45,7 @@ from gristmill.text.sources.source import OnDamage, lines_before
 from gristmill.tokens.format import map_array
 from gristmill.tokens.hashed_file import HashedFile
 
+SIGNING = "reading what is to be compared"
 _VERSION = 1
 _NUMBER = 8
 BLOCK_FACTS = 2
@@ -82,6 +83,15 @@ class DedupProgress:
 
 
 Listener = Callable[[DedupProgress], None]
+
+
+def signed_so_far(file: Path) -> Cursor | None:
+    """Where the signing of a part was when it was saved last."""
+    try:
+        value = read_json(file)
+        return None if value["complete"] else Cursor(**value["cursor"])
+    except (DataError, KeyError, TypeError):
+        return None
 
 
 def signing_request(asked: Mapping[str, Any], request: PrepareRequest) -> dict[str, Any]:
@@ -372,7 +382,7 @@ class _Signing:
             number = self._span_of[batch[-1].number]
             last = plan.spans[number]
             done = self._ends[number] - last.disk + batch[-1].block.disk - last.begin
-            self._listener(DedupProgress("reading what is to be compared", done, plan.bytes_total))
+            self._listener(DedupProgress(SIGNING, done, plan.bytes_total))
             if time.monotonic() >= due:
                 log.save(self._cursor)
                 due = time.monotonic() + self._request.save_every
