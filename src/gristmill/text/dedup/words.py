@@ -46,7 +46,8 @@ _IDEOGRAPHS = ((0x3400, 0x4DC0), (0x4E00, 0xA000), (0x20000, 0x2F800), (0x30000,
 _HANGUL = (0xAC00, 0xD7A4)
 _END = 0x323B1
 """What follows, as the last entry of the table, separates words."""
-_POINTS = ".,،٫"  # noqa: RUF001
+_POINTS = ".,\u060c\u066b"
+"""The last two are Arabic."""
 
 
 class Words(NamedTuple):
@@ -120,11 +121,12 @@ def words_of(texts: Sequence[str]) -> Words:
     codes = np.minimum(np.frombuffer(content, "<u4"), _END - 1)
     kinds = classes[codes]
     lengths = np.array([len(text) + 1 for text in texts], np.int64)
-    kept = _kept(kinds)
-    if not kept.all():
-        first = np.cumsum(lengths) - lengths
-        lengths = np.add.reduceat(kept, first, dtype=np.int64)
-        codes, kinds = codes[kept], kinds[kept]
+    for chosen in (_not_ignored, _outside_numbers):
+        kept = chosen(kinds)
+        if not kept.all():
+            first = np.cumsum(lengths) - lengths
+            lengths = np.add.reduceat(kept, first, dtype=np.int64)
+            codes, kinds = codes[kept], kinds[kept]
     starts = np.flatnonzero(_begins(kinds))
     ends = np.append(starts[1:], len(codes))
     ends = np.minimum(ends, starts + _WORD_LETTERS)
@@ -132,14 +134,18 @@ def words_of(texts: Sequence[str]) -> Words:
     return Words(_hashes(values, codes, starts, ends), counts)
 
 
-def _kept(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """All characters but marks, and of a number all but its first digit."""
+def _not_ignored(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     kept: npt.NDArray[np.bool_] = kinds != _IGNORED
+    return kept
+
+
+def _outside_numbers(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """All characters but those of a number behind its first digit."""
     digits = kinds == _DIGIT
     inside = kinds == _POINT
     inside[1:-1] &= digits[:-2] & digits[2:]
     inside[[0, -1]] = False
-    kept &= ~inside
+    kept: npt.NDArray[np.bool_] = ~inside
     inside |= digits
     kept[1:] &= ~(digits[1:] & inside[:-1])
     return kept
