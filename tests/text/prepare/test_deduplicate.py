@@ -147,7 +147,7 @@ def test_workers_blocks_and_memory_do_not_matter(
     source: Path, tmp_path: Path, dedup: DedupRequest
 ) -> None:
     run(source, tmp_path / "one" / "set", dedup)
-    small = DedupRequest(dedup.settings, memory=60_000)
+    small = DedupRequest(dedup.settings, memory=300_000)
     options = ReadOptions(block_bytes=700)
     run(source, tmp_path / "two" / "set", small, workers=2, options=options)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")

@@ -175,7 +175,8 @@ class OlderSets:
 
     def _decoded(self, prefix: Path, reader: TokenReader) -> Iterator[Rows]:
         tasks = list(_document_ranges(reader))
-        task = partial(_sign_range, prefix=str(prefix), settings=self.settings)
+        content = reader.info.fingerprint
+        task = partial(_sign_range, prefix=str(prefix), content=content, settings=self.settings)
         results = self.workers.map(task, tasks) if self.workers else ((t, task(t)) for t in tasks)
         for number, (_, rows) in enumerate(results, 1):
             self.progress(prefix, number, len(tasks))
@@ -193,13 +194,16 @@ def _document_ranges(reader: TokenReader) -> Iterator[tuple[int, int]]:
 
 
 @lru_cache(maxsize=1)
-def _opened(prefix: str) -> tuple[TokenReader, Tokenizer]:
+def _opened(prefix: str, content: str) -> tuple[TokenReader, Tokenizer]:
+    """A set with such content."""
     return open_tokens(prefix), open_tokenizer(Path(f"{prefix}.tokenizer"))
 
 
-def _sign_range(documents: tuple[int, int], *, prefix: str, settings: SignatureSettings) -> Rows:
+def _sign_range(
+    documents: tuple[int, int], *, prefix: str, content: str, settings: SignatureSettings
+) -> Rows:
     """The records of some documents of a set."""
-    reader, tokenizer = _opened(prefix)
+    reader, tokenizer = _opened(prefix, content)
     low, high = documents
     starts, end_of_text = reader.document_starts, reader.info.end_of_text
     texts = []
