@@ -55,8 +55,8 @@ DedupBy = Annotated[
         "--dedup-by",
         metavar="UNIT",
         help="What is compared by exact: a document, or each paragraph or line, which is then "
-        "removed from its document.  [document]",
-        show_default=False,
+        "removed from its document.",
+        show_default="document",
     ),
 ]
 DedupMinLength = Annotated[
@@ -64,13 +64,15 @@ DedupMinLength = Annotated[
     _dedup_option(
         min=0,
         metavar="N",
-        help="Paragraphs and lines of fewer characters stay, however often they occur.  [0]",
-        show_default=False,
+        help="Paragraphs and lines of fewer characters stay, however often they occur.",
+        show_default="0",
     ),
 ]
 DedupWords = Annotated[
     int | None,
-    _dedup_option(min=1, max=64, metavar="N", help="Words in a row, for minhash.  [5]"),
+    _dedup_option(
+        min=1, max=64, metavar="N", help="Words in a row, for minhash.", show_default="5"
+    ),
 ]
 DedupBuckets = Annotated[
     int | None,
@@ -78,7 +80,9 @@ DedupBuckets = Annotated[
 ]
 DedupHashes = Annotated[
     int | None,
-    _dedup_option(min=1, metavar="N", help="Hashes of a bucket, which must all agree.  [8]"),
+    _dedup_option(
+        min=1, metavar="N", help="Hashes of a bucket, which must all agree.", show_default="8"
+    ),
 ]
 DedupMemory = Annotated[
     str | None,

@@ -20,7 +20,7 @@ def test_rows_in_order(
     monkeypatch.setattr(sorting, "_MOST_RUNS", 5)
     chance = np.random.default_rng(count)
     rows = chance.integers(0, largest, (count, columns), np.uint64, endpoint=True)
-    memory = 8 * columns * 5 * 1500
+    memory = 8 * columns * 6 * 1500
     sorter = RowSorter(tmp_path / "rows", columns=columns, memory=memory)
     for begin in range(0, count, 700):
         sorter.add(rows[begin : begin + 700])

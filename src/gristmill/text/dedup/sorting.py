@@ -22,7 +22,7 @@ from gristmill.base.files import storage_errors
 Rows = npt.NDArray[np.uint64]
 """A number of rows by a number of columns."""
 
-_COPIES = 5
+_COPIES = 6
 """How many times its size sorting some rows takes: the rows, the order, and copies of them."""
 _MOST_RUNS = 256
 """Runs that are merged at once."""

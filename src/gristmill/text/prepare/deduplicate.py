@@ -128,7 +128,7 @@ class PartDrops:
                 low, high = self._records_of(block, key)
                 if low == high:
                     continue
-                _, records = next(columns)
+                records = next(columns)
                 stays = np.ones(high - low, np.bool_)
                 stays[self._between(key, low, high).numbers] = False
                 lines = records[-1].astype(np.int64) + int(self._blocks[block, 1])
@@ -165,6 +165,7 @@ def find_drops(
                 where=name,
                 remedy="write the text to a file first, or leave out --dedup",
             )
+    _refuse_itself(request)
     wanted, folder = signing_request(asked, request), dedup_folder(whole_name_of(request))
     signed, role = load_signed(request, request.part), role_of(*_numbers(request.part))
     if signed is None or not signed.holds(wanted, plan.ids):
@@ -180,6 +181,23 @@ def find_drops(
             return None
         group_parts(request, [signed], workers, listener=listener, note=note)
     return PartDrops(signed, request.dedup.settings)
+
+
+def _refuse_itself(request: PrepareRequest) -> None:
+    """A set cannot be compared with what it replaces."""
+    assert request.dedup is not None
+    own = {
+        request.prefix(key, split).resolve()
+        for key in request.options.keys
+        for split in request.splits
+    }
+    for prefix in request.dedup.against:
+        if prefix.resolve() in own:
+            raise UserError(
+                "this is the name of the new set too",
+                where=f"--against {prefix}",
+                remedy="give the new set another name (-o)",
+            )
 
 
 def _numbers(part: PartNumber) -> tuple[int, int]:

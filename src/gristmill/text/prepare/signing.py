@@ -164,28 +164,38 @@ class SignedPart:
         self, key: int, columns: Sequence[int], *, first: int, most: int = 1 << 16
     ) -> Iterator[Rows]:
         """Some of the numbers of each record, and its own number, counted from `first`."""
-        waiting, count = list[Rows](), 0
-        for number, records in self.columns_of(key):
-            for begin in range(0, records.shape[1], most):
-                part = records[list(columns), begin : begin + most]
-                counted = np.arange(part.shape[1], dtype=np.uint64)
-                waiting.append(np.vstack([part, counted + np.uint64(first + number + begin)]).T)
-                count += part.shape[1]
+        waiting, count, width = list[Rows](), 0, self.columns + 1
+        # Not mapped into memory, where the whole file would soon be.
+        with self.file(f"key-{key}").open("rb", buffering=0) as file:
+            for number, records in self._counted(key):
+                rows = np.empty((records, len(columns) + 1), np.uint64)
+                for place, column in enumerate(columns):
+                    file.seek(_NUMBER * (number * width + column * records))
+                    rows[:, place] = np.frombuffer(file.read(_NUMBER * records), np.uint64)
+                rows[:, -1] = np.arange(first + number, first + number + records)
+                waiting.append(rows)
+                count += records
                 if count >= most:
                     yield np.concatenate(waiting)
                     waiting, count = [], 0
         if waiting:
             yield np.concatenate(waiting)
 
-    def columns_of(self, key: int) -> Iterator[tuple[int, Rows]]:
-        """For each block with records: the number of the first, and the numbers by column."""
+    def columns_of(self, key: int) -> Iterator[Rows]:
+        """For each block with records all of its numbers, by column."""
         width = self.columns + 1
-        content = map_array(self.file(f"key-{key}"), np.uint64, count=self.records(key) * width)
-        place = 0
-        for count in self.blocks()[:, BLOCK_FACTS + key].tolist():
-            if count:
-                yield place, content[place * width : (place + count) * width].reshape(width, -1)
-            place += count
+        with self.file(f"key-{key}").open("rb") as file:
+            for _, records in self._counted(key):
+                content = file.read(_NUMBER * width * records)
+                yield np.frombuffer(content, np.uint64).reshape(width, -1)
+
+    def _counted(self, key: int) -> Iterator[tuple[int, int]]:
+        """For each block with records the number of the first, and how many there are."""
+        number = 0
+        for records in self.blocks()[:, BLOCK_FACTS + key].tolist():
+            if records:
+                yield number, records
+            number += records
 
 
 def _hidden(path: Path) -> Path:
