@@ -8,9 +8,9 @@
 
 Documents are pieces of the texts, of so many words. Of some a copy is planted, in which words were
 replaced by others until the two share the given part of all runs of five words. Both programs read
-and write JSON lines or token files from start to end as commands of their own. A pair is found if
-not both of its documents stay. Ours runs before and after datatrove's. PYTHON is one with datatrove, spacy, regex, orjson and an xxhash
-below 4.
+JSON lines from start to end as commands of their own, and write token files or lines; ours runs
+before and after datatrove's. A pair is found if not both of its documents stay. PYTHON is one with
+datatrove, spacy, regex, orjson and an xxhash below 4.
 """
 
 from __future__ import annotations

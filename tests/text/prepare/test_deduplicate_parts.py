@@ -254,9 +254,8 @@ def test_signatures_of_another_kind() -> None:
 def test_older_sets_that_cannot_be_compared() -> None:
     invoke("in/a.jsonl", "-o", "out/a", "-t", "bytes", "--dedup", "exact")
     words = ["in/c.jsonl", "-o", "out/c", "-t", "bytes", "--dedup", "exact", "--against"]
-    invoke("in/a.jsonl", "-o", "out/c", "-t", "bytes")
-    with pytest.raises(UserError, match="--against out/c: this is the name of the new set too"):
-        invoke(*words, "out/c", "--overwrite")
+    with pytest.raises(UserError, match="--against out/a: this is the name of the new set too"):
+        invoke(*words, "out/a", "-o", "out/a", "--overwrite")
     with pytest.raises(UserError, match="there is no token set here"):
         invoke(*words, "out/none")
     content = Path("out/a.signatures").read_bytes()
