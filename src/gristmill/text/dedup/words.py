@@ -68,7 +68,8 @@ class _Characters(NamedTuple):
 def _characters() -> _Characters:
     """What each code point means."""
     classes = np.full(_END, _SEPARATOR, np.uint8)
-    values = mix(np.arange(_END, dtype=np.uint64))
+    # What stands for each letter.
+    plain = np.arange(_END, dtype=np.uint64)
     classes[slice(*_HANGUL)] = _LETTER
     for begin, end in _IDEOGRAPHS:
         classes[begin:end] = _LETTER
@@ -76,28 +77,30 @@ def _characters() -> _Characters:
         character = chr(code)
         category = unicodedata.category(character)
         if category == "Nd":
-            classes[code], values[code] = _DIGIT, values[ord("0")]
+            classes[code], plain[code] = _DIGIT, ord("0")
         elif category in ("Mn", "Cf"):
             classes[code] = _IGNORED
         elif category[0] in "LNM":
-            classes[code], values[code] = _LETTER, _folded(character)
+            classes[code], plain[code] = _LETTER, _folded(character)
         elif character in _POINTS:
             classes[code] = _POINT
     for begin, end in _NO_SPACES:
         part = classes[begin:end]
         part[part == _LETTER] = _ALONE
+    values = mix(plain)
     values[(classes == _SEPARATOR) | (classes == _POINT)] = 0
     return _Characters(classes, values)
 
 
 def _folded(character: str) -> int:
-    """The value of a letter: that of its lower case without marks."""
-    plain = unicodedata.normalize("NFD", character.lower())
-    codes = [ord(sign) for sign in plain if unicodedata.category(sign) != "Mn"]
-    value = np.array([codes[0] if codes else ord(character)], np.uint64)
-    for code in codes[1:]:
-        value = mix(value) + np.uint64(code)
-    return int(mix(value)[0])
+    """What stands for a letter: its lower case without marks, which may be several letters."""
+    signs = unicodedata.normalize("NFD", character.lower())
+    if len(signs) > 1:
+        signs = "".join(sign for sign in signs if unicodedata.category(sign) != "Mn")
+    number = 0
+    for sign in signs or character:
+        number = number << 21 | ord(sign)
+    return number
 
 
 @functools.cache
