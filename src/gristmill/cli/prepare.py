@@ -28,6 +28,21 @@ from gristmill.cli.options import (
     output_option,
     source_option,
 )
+from gristmill.cli.prepare_dedup import (
+    Against,
+    Dedup,
+    DedupBuckets,
+    DedupBy,
+    DedupGroup,
+    DedupHashes,
+    DedupMemory,
+    DedupMinLength,
+    DedupWords,
+    check_dedup_group,
+    dedup_request,
+    group_all_parts,
+    show_dedup,
+)
 from gristmill.cli.prepare_filters import (
     Decontaminate,
     DecontaminateShare,
@@ -59,6 +74,7 @@ from gristmill.cli.progress import ProgressLine
 from gristmill.cli.tokens_copy import named, prepare_and_upload, staged
 from gristmill.hub.client import downloads_shown
 from gristmill.hub.objects import scheme_of
+from gristmill.text.prepare.all_parts import part_requests
 from gristmill.text.prepare.prepare import PrepareProgress, PrepareResult
 from gristmill.text.prepare.prepare import prepare as prepare_tokens
 from gristmill.text.prepare.request import (
@@ -226,6 +242,15 @@ def prepare(
         ),
     ] = None,
     overwrite: Overwrite = False,
+    dedup: Dedup = None,
+    dedup_by: DedupBy = None,
+    dedup_min_length: DedupMinLength = None,
+    dedup_words: DedupWords = None,
+    dedup_buckets: DedupBuckets = None,
+    dedup_hashes: DedupHashes = None,
+    dedup_memory: DedupMemory = None,
+    against: Against = None,
+    dedup_group: DedupGroup = False,
     workers: Annotated[
         int | None,
         _work_option(
@@ -311,10 +336,23 @@ def prepare(
         format=format.value,
         shard_size=shard_size,
         holdout=_holdout(corpus, split, seed),
-        part=WHOLE if in_parts else parse_part(part, parts=parts),
+        dedup=dedup_request(
+            dedup,
+            unit=dedup_by,
+            min_length=dedup_min_length,
+            words=dedup_words,
+            buckets=dedup_buckets,
+            hashes=dedup_hashes,
+            memory=dedup_memory,
+            against=against or (),
+            hold_out_end=hold_out_end,
+        ),
+        part=WHOLE if in_parts or dedup_group else parse_part(part, parts=parts),
         workers=workers,
         overwrite=overwrite,
     )
+    if dedup_group:
+        check_dedup_group(request, parts, alone=part is None and in_parts is None)
 
     if scheme_of(output) and request.part != WHOLE:
         what = "a part is merged with the others on a disk that all of them share"
@@ -339,7 +377,12 @@ def prepare(
             request = replace(request, sources=[fetch_corpus(corpus, request, quiet)])
         if tokenizer == CHARACTERS and not Path(CHARACTERS).exists():
             request = replace(request, tokenizer=characters_of(request, in_parts is not None))
-        results = [run(*job) for job in sets_of(request, corpus, hold_out_end)]
+        jobs = sets_of(request, corpus, hold_out_end)
+        if dedup_group:
+            for wanted, _ in jobs:
+                group_all_parts(part_requests(wanted, parts or 0), quiet=quiet)
+            return
+        results = [run(*job) for job in jobs]
     if as_json:
         typer.echo(json.dumps(prepared_as_json(results), indent=2, ensure_ascii=False))
     elif not quiet:
@@ -402,7 +445,8 @@ def _prepare(request: PrepareRequest, quiet: bool, expected: int | None = None) 
             )
 
         try:
-            return prepare_tokens(request, progress=show, note=line.say)
+            found = functools.partial(show_dedup, line)
+            return prepare_tokens(request, progress=show, deduplicating=found, note=line.say)
         except KeyboardInterrupt:
             line.say("interrupted: run the same command again to resume from what was saved")
             raise
@@ -442,10 +486,15 @@ def report_prepared(result: PrepareResult) -> None:
         dropped = ledger.dropped.total()
         typer.echo(f"{ledger.lines:,} read = {ledger.kept:,} kept + {dropped:,} dropped")
         print_dropped(ledger, named(key.ledger_file))
+        for reason, count in ledger.removed.items():
+            typer.echo(f"  removed {count:,}: {reason.value}")
         for why, count in ledger.skipped.items():
             typer.echo(f"  skipped {count:,}: {why.value}")
         for skipped in ledger.skipped_places[:5]:
             typer.echo(f"    {skipped.origin}: {skipped.what}")
+    if not result.keys:
+        # A part that waits for the others; a note has said so.
+        return
     rate = _rate(result.new_text_bytes / max(result.seconds, 1e-9))
     by = f", encoded by {result.encoder}" if result.encoder else ""
     typer.echo(f"{format_seconds(result.seconds)}, {rate}{by}")

@@ -28,6 +28,7 @@ from gristmill.base.exits import stop_signals
 from gristmill.base.process import usable_cores
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.parts_page import PartsPage, check_page, status_as_json
+from gristmill.cli.prepare_dedup import show_dedup
 from gristmill.cli.progress import ProgressLine
 from gristmill.text.prepare.all_parts import (
     PartsListener,
@@ -134,7 +135,7 @@ def characters_of(request: PrepareRequest, in_parts: bool) -> Tokenizer:
 ATTEMPTS = 3
 _NOT_OF_A_PART = frozenset(
     "engine at_once attempts ray_address launch status page part parts workers as_json quiet "
-    "corpora dialect".split()
+    "corpora dialect dedup_group".split()
 )
 """Options that concern all parts together, or that each part is given anew."""
 _MAX_SHOWN = 20
@@ -324,12 +325,17 @@ def prepare_parts(
             waiting = state.parts - state.done - state.running - state.failed
             failed = f", {state.failed:,} failed" if state.failed else ""
             rate = format_bytes(state.new_text_bytes / max(state.seconds, 1e-9))
+            parts = (
+                f"{state.done:,} of {state.parts:,} parts done, {state.running:,} running, "
+                f"{waiting:,} to do{failed}"
+            )
+            if state.stage:
+                line.update(state.bytes_done, state.bytes_total, f"{state.stage}: {parts}")
+                return
             line.update(
                 state.bytes_done,
                 state.bytes_total,
-                f"{state.done:,} of {state.parts:,} parts done, {state.running:,} running, "
-                f"{waiting:,} to do{failed}; "
-                f"{format_count(state.counts.documents)} documents, "
+                f"{parts}; {format_count(state.counts.documents)} documents, "
                 f"{format_count(state.counts.tokens)} tokens, {rate} of text/s",
             )
 
@@ -342,7 +348,8 @@ def prepare_parts(
         def show_check(done: int, total: int) -> None:
             line.update(done, total, f"verifying, {format_bytes(done)}")
 
-        listener = PartsListener(show, show_copy, show_check, note)
+        deduplicating = functools.partial(show_dedup, line)
+        listener = PartsListener(show, show_copy, show_check, deduplicating, note)
         try:
             result = prepare_in_parts(
                 request, options.parts, engine, attempts=options.attempts, listener=listener

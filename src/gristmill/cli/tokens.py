@@ -35,6 +35,7 @@ from gristmill.cli.tokens_copy import COPY, copy_set
 from gristmill.cli.tokens_origins import FIND, WHICH, find_text, which_documents
 from gristmill.report.tokens_page import write_tokens_page
 from gristmill.text.prepare.journal import merge_ledgers
+from gristmill.text.prepare.older_sets import merge_signatures
 from gristmill.text.prepare.outputs import save_tokenizer
 from gristmill.text.prepare.request import find_sets
 from gristmill.text.sources.reading import SourceReader
@@ -308,6 +309,7 @@ def merge_sets(
     options: dict[str, Any] = {"format": format, "shard_size": shard_size, "overwrite": overwrite}
     ledger = functools.partial(merge_ledgers, sources, output)
     _copy(sources, output, tokenizer, ledger=ledger, **options)
+    merge_signatures(sources, output)
 
 
 def _copy(

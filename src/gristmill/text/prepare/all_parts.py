@@ -31,6 +31,9 @@ from gristmill.base.files import read_json, require_room, write_sealed_json
 from gristmill.base.locks import OutputLock
 from gristmill.base.units import format_seconds
 from gristmill.hub.objects import holds_secrets, shown
+from gristmill.text.prepare.dedup_parts import group_and_drop, signed_part
+from gristmill.text.prepare.dedup_request import signed_file
+from gristmill.text.prepare.deduplicate import remove_files, whole_name_of
 from gristmill.text.prepare.journal import (
     Cursor,
     HopelessError,
@@ -38,6 +41,7 @@ from gristmill.text.prepare.journal import (
     SetCounts,
     journal_file,
 )
+from gristmill.text.prepare.older_sets import merge_signatures, remove_signatures
 from gristmill.text.prepare.outputs import check_complete, save_tokenizer
 from gristmill.text.prepare.part_status import (
     PartsState,
@@ -47,15 +51,15 @@ from gristmill.text.prepare.part_status import (
     record_file,
     saved_counts,
 )
-from gristmill.text.prepare.prepare import PrepareResult, WorkPlan
+from gristmill.text.prepare.prepare import PrepareResult, WorkPlan, refuse_existing_sets
 from gristmill.text.prepare.request import PartNumber, PrepareRequest, no_parts_of
+from gristmill.text.prepare.signing import DedupProgress, signed_so_far
 from gristmill.text.sources.datasets import is_dataset
 from gristmill.text.sources.reading import STDIN, find_sources
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.convert import CopyProgress, convert_tokens
-from gristmill.tokens.format import LEDGER_FILE, Manifest, NewSet, file_of, read_manifest
+from gristmill.tokens.format import LEDGER_FILE, Manifest, file_of, read_manifest
 from gristmill.tokens.store import verify_tokens
-from gristmill.tokens.writer import refuse_existing
 
 _PERMANENT = (
     Exit.USAGE, Exit.DATA, Exit.INTERNAL, Exit.DEVICE, Exit.STORAGE, Exit.REFUSED, Exit.CONFIG,
@@ -138,6 +142,8 @@ class PartsProgress:
     bytes_total: int
     """Both are bytes on disk."""
     seconds: float
+    stage: str = ""
+    """What is done to all parts before anything else is; "" for the preparation itself."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,7 @@ class PartsListener:
     progress: Callable[[PartsProgress], None] = lambda state: None
     copying: Callable[[CopyProgress], None] = lambda state: None
     verifying: Callable[[int, int], None] = lambda done, total: None
+    deduplicating: Callable[[DedupProgress], None] = lambda state: None
     note: Callable[[str], None] = lambda message: None
 
 
@@ -183,11 +190,22 @@ def prepare_in_parts(
         state = PartsState.open(request.name, of)
         tokenizer = request.tokenizer() if callable(request.tokenizer) else request.tokenizer
         if not state.merging and not request.overwrite:
-            _refuse_existing(request, tokenizer)
+            refuse_existing_sets(request, tokenizer)
         new_text_bytes = 0
         if not state.merged:
-            run = _PartsRun(requests, plans, tokenizer, engine, state, attempts, listener)
-            new_text_bytes = run.run()
+            work = requests, plans, tokenizer, engine, state, attempts, listener
+            if request.dedup:
+                signing = _SigningRun(*work)
+                if not signing.all_done():
+                    signing.run()
+                group_and_drop(
+                    requests,
+                    plans,
+                    tokenizer,
+                    listener=listener.deduplicating,
+                    note=listener.note,
+                )
+            new_text_bytes = _PartsRun(*work).run()
             state.merging = True
             state.save()
             try:
@@ -222,23 +240,17 @@ def log_pattern(request: PrepareRequest, of: int) -> str:
     return text.replace("\0", f".part-%0{len(str(of))}d-of-{of}")
 
 
-def _refuse_existing(request: PrepareRequest, tokenizer: Tokenizer) -> None:
-    """Hours of work should not end with a refusal to replace something."""
-    for key in request.options.keys:
-        for split in request.splits:
-            prefix, spec = request.prefix(key, split), tokenizer.spec
-            new = NewSet(prefix, tokenizer.size, tokenizer.end_of_text, spec, request.format)
-            refuse_existing(new)
-
-
 def _remove(requests: Sequence[PrepareRequest], state: PartsState) -> None:
     for part in requests:
         remove_part(part)
+    remove_files(requests[0], len(requests))
     state.path.unlink(missing_ok=True)
 
 
 class _PartsRun:
     """All parts, run by an engine until they are done."""
+
+    stage = ""
 
     def __init__(
         self,
@@ -295,7 +307,8 @@ class _PartsRun:
         for number in self._requests:
             self._look(number)
         known = f", {len(self._done):,} done before" if self._done else ""
-        self._listener.note(f"{len(self._requests):,} parts{known}")
+        stage = f"{self.stage} " if self.stage else ""
+        self._listener.note(f"{stage}{len(self._requests):,} parts{known}")
         before = self._count().text_bytes
         state.engine, state.failed = engine.name, {}
         try:
@@ -309,6 +322,9 @@ class _PartsRun:
             state.jobs = engine.jobs()
             state.save()
             raise
+        # Nothing runs any more, and the next run of the same parts must not wait for it.
+        state.jobs = engine.jobs()
+        state.save()
         return self._count().text_bytes - before
 
     def _look(self, number: int) -> bool:
@@ -325,6 +341,10 @@ class _PartsRun:
         if saved:
             self._saved[number] = saved[0], self._bytes_read(number, saved[1])
         return False
+
+    def _journal_of(self, number: int) -> Path:
+        """The file that shows that a part goes on."""
+        return journal_file(self._requests[number].name)
 
     def _bytes_read(self, number: int, cursor: Cursor) -> int:
         spans = self._plans[number].spans
@@ -386,7 +406,7 @@ class _PartsRun:
     def _why_behind(self, number: int, now: float) -> str | None:
         """Why a running part is ended; None if it goes well."""
         name, ran = self._requests[number].name, now - self._since[number]
-        quiet = time.time() - max(map(_changed, (journal_file(name), log_file(name))))
+        quiet = time.time() - max(map(_changed, (self._journal_of(number), log_file(name))))
         if min(quiet, ran) > _HANGS:
             return f"has written nothing for {format_seconds(quiet)}"
         waiting = len(self._begun) > len(self._engine.running)
@@ -463,8 +483,33 @@ class _PartsRun:
                 bytes_done=read + sum(size for _, size in self._saved.values()),
                 bytes_total=sum(plan.bytes_total or 0 for plan in self._plans.values()),
                 seconds=time.perf_counter() - self._began,
+                stage=self.stage,
             )
         )
+
+
+class _SigningRun(_PartsRun):
+    """The run before duplicates are known: a part is done when it is signed."""
+
+    stage = "signing"
+
+    def all_done(self) -> bool:
+        """Whether nothing is to be run."""
+        return all(self._look(number) for number in self._requests)
+
+    def _look(self, number: int) -> bool:
+        part, plan = self._requests[number], self._plans[number]
+        if signed_part(part, plan, self._tokenizer):
+            self._done[number] = SetCounts()
+            self._saved.pop(number, None)
+            return True
+        if cursor := signed_so_far(self._journal_of(number)):
+            self._saved[number] = SetCounts(), self._bytes_read(number, cursor)
+        return False
+
+    def _journal_of(self, number: int) -> Path:
+        part = self._requests[number]
+        return signed_file(whole_name_of(part), number, part.part.of)
 
 
 def _changed(file: Path) -> float:
@@ -527,6 +572,7 @@ def _merge_parts(
                 progress=listener.copying,
             )
             _verify(prefix, [read_manifest(source) for source in sources], listener.verifying)
+            merge_signatures(sources, prefix)
 
 
 def _verify(prefix: Path, parts: Sequence[Manifest], progress: Callable[[int, int], None]) -> None:
@@ -557,6 +603,7 @@ def remove_part(part: PrepareRequest) -> None:
             except UserError:
                 files = {}
             shutil.rmtree(file_of(prefix, ".tokenizer"), ignore_errors=True)
+            remove_signatures(prefix)
             # The manifest goes last, since it names the others.
             for suffix in (*files, ".json"):
                 file_of(prefix, suffix).unlink(missing_ok=True)

@@ -34,10 +34,12 @@ from gristmill.base.files import (
     write_json,
     write_sealed_json,
 )
+from gristmill.text.dedup.drops import RemovedUnits
 from gristmill.text.prepare.request import SourceSpan
 from gristmill.text.sources.source import (
     UNREADABLE,
     Dropped,
+    ReadError,
     Reason,
     Skipped,
     SkipReason,
@@ -58,6 +60,19 @@ class HopelessError(DataError):
     """An error that resuming the same work would only repeat."""
 
 
+class DamagedSourceError(DataError):
+    """A source that cannot be read any further."""
+
+    @classmethod
+    def of(cls, failure: ReadError, *, where: str) -> DamagedSourceError:
+        return cls(
+            failure.what,
+            where=where,
+            remedy=f"{failure.remedy}; then start the same command again, which keeps the work on "
+            "all other files, or leave such files out with --on-damage skip",
+        )
+
+
 @dataclass
 class Ledger:
     """What became of every line: lines = kept + dropped, by reason."""
@@ -71,6 +86,13 @@ class Ledger:
     """Files and folders that were left out; their lines are not counted."""
     skipped_places: list[Skipped] = field(default_factory=list)
     """The first 100 of them."""
+    removed: Counter[Reason] = field(default_factory=Counter)
+    """Lines and paragraphs that were removed inside of documents that stay."""
+    removed_places: list[Dropped] = field(default_factory=list)
+    """The first 100 such documents of each reason."""
+
+    def __post_init__(self) -> None:
+        self._removed_documents = Counter(item.reason for item in self.removed_places)
 
     def skip(self, item: Skipped) -> None:
         self.skipped[item.reason] += 1
@@ -81,6 +103,16 @@ class Ledger:
         if self.dropped[item.reason] < _most_places(item.reason):
             self.places.append(item)
         self.dropped[item.reason] += 1
+
+    def remove(self, units: RemovedUnits, origin: str) -> None:
+        """Note what was removed inside of a document."""
+        self._remove_at(Dropped(units.reason, origin))
+        self.removed[units.reason] += units.count
+
+    def _remove_at(self, item: Dropped) -> None:
+        if self._removed_documents[item.reason] < _MAX_PLACES:
+            self.removed_places.append(item)
+            self._removed_documents[item.reason] += 1
 
     def add(self, other: Ledger) -> None:
         """Append the ledger of the part that follows."""
@@ -94,6 +126,9 @@ class Ledger:
         self.dropped.update(other.dropped)
         self.skipped.update(other.skipped)
         self.skipped_places += other.skipped_places[: _MAX_PLACES - len(self.skipped_places)]
+        self.removed.update(other.removed)
+        for item in other.removed_places:
+            self._remove_at(item)
 
     def check(self, *, may_be_empty: bool) -> None:
         """Lines read = documents kept + lines dropped, and there are documents."""
@@ -115,6 +150,10 @@ class Ledger:
         )
 
     def as_json(self) -> dict[str, Any]:
+        removed: dict[str, Any] = {}
+        if self.removed:
+            removed["removed"] = {reason.value: count for reason, count in self.removed.items()}
+            removed["first_removed"] = [_dropped_as_json(item) for item in self.removed_places]
         return {
             "lines": self.lines,
             "kept": self.kept,
@@ -125,6 +164,7 @@ class Ledger:
                 {"origin": item.origin, "reason": item.reason.value, "what": item.what}
                 for item in self.skipped_places
             ],
+            **removed,
         }
 
     @classmethod
@@ -143,6 +183,10 @@ class Ledger:
             skipped_places=[
                 Skipped(SkipReason(p["reason"]), p["origin"], p["what"])
                 for p in value.get("first_skipped", ())
+            ],
+            removed=Counter({Reason(why): n for why, n in value.get("removed", {}).items()}),
+            removed_places=[
+                Dropped(Reason(p["reason"]), p["origin"]) for p in value.get("first_removed", ())
             ],
         )
 

@@ -217,6 +217,8 @@ class Outputs:
                         remedy="fix it, or leave out --strict to drop such lines",
                     )
                 key.current.drop(Dropped(reason, origin(place)))
+            for units in column.removed:
+                key.current.remove(units, origin(units.place))
             key.current.kept += len(column.lengths)
             if len(column.lengths):
                 self._append(key.sets, column, source=source, span=span, line=line)

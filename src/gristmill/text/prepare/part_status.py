@@ -30,6 +30,12 @@ from typing import Any
 from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import read_json, sha256_text, write_json
 from gristmill.base.locks import OutputLock
+from gristmill.text.prepare.dedup_request import (
+    dedup_folder,
+    role_of,
+    signed_divisions,
+    signed_file,
+)
 from gristmill.text.prepare.journal import (
     Cursor,
     Generation,
@@ -40,7 +46,8 @@ from gristmill.text.prepare.journal import (
 )
 from gristmill.text.prepare.outputs import PreparedKey, PreparedSet
 from gristmill.text.prepare.request import PartNumber, PrepareRequest, split_name
-from gristmill.text.sources.source import OnDamage, SkipReason
+from gristmill.text.prepare.signing import SignedPart
+from gristmill.text.sources.source import UNREADABLE, OnDamage, SkipReason
 from gristmill.tokens.format import LEDGER_FILE, file_of, is_manifest, read_manifest, size_problems
 from gristmill.tokens.store import find_manifest
 
@@ -56,7 +63,7 @@ class PartRecord:
     counts: SetCounts
     """The sum over all its sets."""
     dropped: bool
-    """Whether any line was dropped."""
+    """Whether any faulty line was dropped."""
     damaged: bool
     """Whether a damaged file was left out."""
     manifests: Sequence[str]
@@ -115,7 +122,7 @@ def write_record(
         request=asked,
         spans=_digest(ids),
         counts=counts,
-        dropped=any(key.ledger.dropped for key in keys),
+        dropped=any(reason in UNREADABLE for key in keys for reason in key.ledger.dropped),
         damaged=any(SkipReason.DAMAGED_FILE in key.ledger.skipped for key in keys),
         manifests=[
             os.path.relpath(file_of(prepared.prefix, ".json"), name.parent)
@@ -166,6 +173,7 @@ class PartState(enum.StrEnum):
     """Where a part is."""
 
     DONE = "done"
+    SIGNED = "signed"
     RUNNING = "running"
     INTERRUPTED = "interrupted"
     FAILED = "failed"
@@ -281,7 +289,7 @@ def _divisions(name: Path) -> set[int]:
     pattern = re.compile(rf"\.?{re.escape(name.name)}(?:{part}|\.parts-of-(\d+)\.json)")
     names = os.listdir(name.parent) if name.parent.is_dir() else []
     matches = [match for file in names if (match := pattern.fullmatch(file))]
-    return {int(match[1] or match[2]) for match in matches}
+    return {int(match[1] or match[2]) for match in matches} | signed_divisions(name)
 
 
 def _status(whole: Path, part: PartNumber, state: PartsState) -> PartStatus:
@@ -291,7 +299,8 @@ def _status(whole: Path, part: PartNumber, state: PartsState) -> PartStatus:
     counts = saved[0] if saved else SetCounts()
     if state.merged:
         return PartStatus(part, PartState.DONE, record.counts if record else counts, log=log)
-    if holder := _holder(name):
+    signing = signed_file(whole, part.number, part.of)
+    if holder := _holder(name, signing):
         return PartStatus(part, PartState.RUNNING, counts, holder, log)
     if why := state.failed.get(str(part.number)):
         return PartStatus(part, PartState.FAILED, counts, why, log)
@@ -299,15 +308,20 @@ def _status(whole: Path, part: PartNumber, state: PartsState) -> PartStatus:
         return PartStatus(part, PartState.INTERRUPTED, counts, log=log)
     if record and record.files_there(name):
         return PartStatus(part, PartState.DONE, record.counts, log=log)
+    if SignedPart.load(dedup_folder(whole), role_of(part.number, part.of)):
+        return PartStatus(part, PartState.SIGNED, log=log)
+    if signing.is_file():
+        return PartStatus(part, PartState.INTERRUPTED, log=log)
     return PartStatus(part, PartState.MISSING, log=log)
 
 
-def _holder(name: Path) -> str | None:
+def _holder(name: Path, signing: Path) -> str | None:
     """Who works on a part, if anybody does."""
     lock = OutputLock(name, purpose="prepare").path
     try:
         holder = lock.read_text().strip()
-        newest = max(path.stat().st_mtime for path in (lock, journal_file(name)) if path.exists())
+        files = [path for path in (lock, journal_file(name), signing) if path.exists()]
+        newest = max(path.stat().st_mtime for path in files)
     except (OSError, ValueError):
         return None
     match = re.fullmatch(r"process (\d+) on (\S+)", holder)

@@ -27,11 +27,19 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.errors import DataError, UserError
+from gristmill.base.files import sha256_text
 from gristmill.base.locks import OutputLock
 from gristmill.base.process import usable_cores
-from gristmill.text.filters.build import Filters, save_filters
+from gristmill.text.filters.build import save_filters
+from gristmill.text.prepare.deduplicate import (
+    PartDrops,
+    find_drops,
+    remove_files,
+    save_signatures,
+)
 from gristmill.text.prepare.journal import (
     Cursor,
+    DamagedSourceError,
     Generation,
     HopelessError,
     Journal,
@@ -42,7 +50,14 @@ from gristmill.text.prepare.journal import (
 )
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
 from gristmill.text.prepare.part_status import prepared_keys, read_record, write_record
-from gristmill.text.prepare.request import FIRST_SAVE, WHOLE, PrepareRequest, spans_of
+from gristmill.text.prepare.request import (
+    FIRST_SAVE,
+    WHOLE,
+    PrepareRequest,
+    SourceSpan,
+    spans_of,
+)
+from gristmill.text.prepare.signing import DedupProgress
 from gristmill.text.prepare.workers import (
     BlockBatch,
     BlockInSource,
@@ -52,6 +67,7 @@ from gristmill.text.prepare.workers import (
     batched,
     encode_batch,
     encode_rows,
+    filters_of,
 )
 from gristmill.text.sources.datasets import DatasetSource
 from gristmill.text.sources.reading import cut_source, find_sources, is_plain_text
@@ -59,7 +75,6 @@ from gristmill.text.sources.source import (
     Document,
     Item,
     OnDamage,
-    ReadError,
     Skipped,
     SkipReason,
     Source,
@@ -69,11 +84,8 @@ from gristmill.text.sources.source import (
 )
 from gristmill.text.tokenizers.encoders import choose_encoder, save_encoder
 from gristmill.text.tokenizers.tokenizer import Tokenizer
-from gristmill.tokens.format import dtype_for
-
-
-class DamagedSourceError(DataError):
-    """A source that cannot be read any further."""
+from gristmill.tokens.format import NewSet, dtype_for
+from gristmill.tokens.writer import refuse_existing
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,8 @@ class WorkPlan:
         self.spans = spans_of(sources, request.options, request.part)
         numbered = request.holdout is not None
         self.ids = [SpanId.of(span, sources[span.source], numbered=numbered) for span in self.spans]
+        self.signed_ids = list(self.ids)
+        """As they are before it is known what is dropped."""
         self.names = [sources[span.source].name for span in self.spans]
         """The source of each span."""
         self.closed = 0
@@ -117,6 +131,8 @@ class WorkPlan:
         self._options = request.read_options
         self._on_damage = request.on_damage
         self._kept: Mapping[int, KeptSpan] = {}
+        self._two_passes = request.dedup is not None
+        self._drops: PartDrops | None = None
         self._span_of = {span.source: number for number, span in enumerate(self.spans)}
         self._ends = list(itertools.accumulate(span.disk for span in self.spans))
         sized = all(source.size is not None for source in sources)
@@ -125,6 +141,21 @@ class WorkPlan:
     def keep(self, kept: Mapping[SpanId, KeptSpan]) -> None:
         """Do not do again what an earlier generation has done."""
         self._kept = {number: kept[id] for number, id in enumerate(self.ids) if id in kept}
+
+    def drop(self, drops: PartDrops) -> None:
+        """Drop duplicates; a span that gives other documents now is another span."""
+        self._drops = drops
+        for number, id in enumerate(self.signed_ids):
+            fingerprint = sha256_text(id.fingerprint + drops.digest(number))[:32]
+            self.ids[number] = replace(id, fingerprint=fingerprint)
+
+    def repeatable(self, span: SourceSpan) -> bool:
+        """Whether a span can be read again."""
+        return self._sources[span.source].repeatable
+
+    def lines_before(self, span: int) -> int:
+        """How many lines of its source begin before a span."""
+        return lines_before(self._sources[self.spans[span].source], self.spans[span].begin)
 
     def current(self, cursor: Cursor) -> SpanId | None:
         """The span in which a cursor is."""
@@ -145,12 +176,20 @@ class WorkPlan:
                         continue
                     assert kept.cursor.position is not None
                     begin = kept.cursor.position
-            for block in cut_source(source, self._options, begin):
+            # Where both passes cut must not depend on where an earlier process stopped.
+            first = span.begin if self._two_passes else begin
+            drops = self._drops.of_span(number) if self._drops else itertools.repeat(None)
+            for block in cut_source(source, self._options, first):
                 if span.end is not None and block.begin >= span.end:
                     break
                 if span.end is not None and block.end > span.end:
                     block = replace(block, end=span.end, disk=span.end)
-                yield BlockInSource(span.source, source, block)
+                known = next(drops, (None, None)) or (block.begin, None)
+                if known[0] != block.begin:
+                    what = "this source is not what it was when it was compared with the others"
+                    raise DataError(what, where=source.name, remedy="give the same command again")
+                if block.begin >= begin:
+                    yield BlockInSource(span.source, source, block, known[1])
 
     def write(
         self,
@@ -199,18 +238,14 @@ class WorkPlan:
             cursor = Cursor(span, self.spans[span].begin, line)
         origin = functools.partial(_origin, source.name, cursor.line)
         if block.fault is not None:
-            raise UserError(
-                block.fault.what,
-                where=origin(block.fault.place),
-                remedy="mend the function; if it was changed, start over with --overwrite",
-            )
+            raise block.fault.error(origin(block.fault.place))
         outputs.append(block, source=located.number, line=cursor.line, origin=origin, span=span)
         line = cursor.line + block.lines
         if block.failure is None:
             return Cursor(span, located.block.end, line)
         where = f"{source.name}:{line}"
         if self._on_damage is OnDamage.STOP:
-            raise _damaged(block.failure, where=where)
+            raise DamagedSourceError.of(block.failure, where=where)
         listener.rewinding()
         outputs.rewind()
         outputs.skip(Skipped(SkipReason.DAMAGED_FILE, where, block.failure.what))
@@ -226,15 +261,6 @@ class WorkPlan:
 
 def _origin(name: str, line: int, place: int) -> str:
     return f"{name}:{line + place}"
-
-
-def _damaged(failure: ReadError, *, where: str) -> DamagedSourceError:
-    return DamagedSourceError(
-        failure.what,
-        where=where,
-        remedy=f"{failure.remedy}; then start the same command again, which keeps the work on all "
-        "other files, or leave such files out with --on-damage skip",
-    )
 
 
 _BYTES_PER_WORKER = 16 << 20
@@ -258,6 +284,7 @@ def prepare(
     request: PrepareRequest,
     *,
     progress: Callable[[PrepareProgress], None] = lambda state: None,
+    deduplicating: Callable[[DedupProgress], None] = lambda state: None,
     note: Callable[[str], None] = lambda message: None,
 ) -> PrepareResult:
     """Turn sources into token sets; `note` receives messages for the user."""
@@ -280,6 +307,23 @@ def prepare(
         if all(source.repeatable for source in sources):
             journal = Journal(request.name, asked)
             stack.callback(journal.release)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if request.filters:
+            save_filters(request.filters, folder)
+            # Before any worker meets the same mistake, such as a function that is not there.
+            filters_of(folder)
+        drops = None
+        if request.dedup:
+            if journal and not request.overwrite:
+                known = journal.load()
+                if known is None and request.part == WHOLE:
+                    refuse_existing_sets(request, tokenizer)
+            drops = find_drops(
+                request, plan, asked, workers, filters=folder, listener=deduplicating, note=note
+            )
+            if drops is None:
+                return PrepareResult((), 0, 0, time.perf_counter() - plan.began, "")
+            plan.drop(drops)
         record = None if request.part == WHOLE else read_record(request.name)
         mine = record and not request.overwrite and record.same_request(request, asked)
         if journal and record and mine:
@@ -294,7 +338,6 @@ def prepare(
         outputs, cursor = _Opening(request, tokenizer, journal, plan, note).open()
         before = outputs.text_bytes
         try:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             encoded = _encode(plan.blocks(cursor), request, tokenizer, workers, folder)
             listener = WorkListener()
             if journal:
@@ -310,6 +353,7 @@ def prepare(
                 # For a process that is killed while the files are renamed.
                 journal.save(Cursor(len(plan.spans)), None, outputs.save())
             keys = outputs.finish(skipped)
+            save_signatures(request, plan, drops)
         except BaseException as error:
             if journal and plan.closed and isinstance(error, DamagedSourceError):
                 # The work before the damaged source is kept, however soon this was.
@@ -325,6 +369,8 @@ def prepare(
             if request.part != WHOLE:
                 write_record(request.name, asked, plan.ids, keys)
             journal.remove()
+        if drops and request.part == WHOLE:
+            remove_files(request, 1)
         outputs.abandon()
     done, seconds = outputs.text_bytes, time.perf_counter() - plan.began
     return PrepareResult(keys, done, done - before - outputs.copied, seconds, outputs.encoder)
@@ -340,15 +386,20 @@ def _encode(
     """Encode blocks in their order, by workers, which use the folder, or by this process."""
     settings = _encode_settings(request, tokenizer, folder)
     batches = batched(blocks, block_bytes=request.options.block_bytes)
-    # Before any worker meets the same mistake, such as a function that is not there.
-    filters = Filters(request.filters) if request.filters else None
     if workers:
         save_encoder(tokenizer, folder)
-        if filters:
-            save_filters(request.filters, folder)
         return workers.encode(batches, settings)
     encoder = choose_encoder(tokenizer)
-    return ((batch, encode_batch(batch, settings, encoder, filters)) for batch in batches)
+    return ((batch, encode_batch(batch, settings, encoder)) for batch in batches)
+
+
+def refuse_existing_sets(request: PrepareRequest, tokenizer: Tokenizer) -> None:
+    """Hours of work should not end with a refusal to replace something."""
+    for key in request.options.keys:
+        for split in request.splits:
+            prefix, spec = request.prefix(key, split), tokenizer.spec
+            new = NewSet(prefix, tokenizer.size, tokenizer.end_of_text, spec, request.format)
+            refuse_existing(replace(new, overwrite=request.overwrite))
 
 
 def prepare_documents(

@@ -38,6 +38,7 @@ from gristmill.base.errors import DataError, UserError
 from gristmill.base.hashing import mix
 from gristmill.base.units import parse_split
 from gristmill.text.filters.build import FilterPlan
+from gristmill.text.prepare.dedup_request import DedupRequest
 from gristmill.text.sources.reading import format_of
 from gristmill.text.sources.source import OnDamage, ReadOptions, Source
 from gristmill.text.tokenizers.tokenizer import Tokenizer
@@ -138,6 +139,8 @@ class PrepareRequest:
     format: str = FLAT
     shard_size: int | None = None
     holdout: Holdout | None = None
+    dedup: DedupRequest | None = None
+    """How duplicates are found; None keeps them."""
     part: PartNumber = WHOLE
     workers: int | None = None
     """Processes; one for each core if None."""
@@ -183,6 +186,7 @@ class PrepareRequest:
             "format": self.format,
             "shard_size": self.shard_size,
             "split": [*holdout.shares, holdout.seed, holdout.rows] if holdout else None,
+            "dedup": self.dedup.as_json() if self.dedup else None,
             "part": str(self.part),
             "version": program_version(),
         }

@@ -17,16 +17,24 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gristmill.base.errors import Exit, UserError
+from gristmill.text.dedup.drops import (
+    BlockDrops,
+    RemovedUnits,
+    SignedColumn,
+    drop_duplicates,
+    sign_column,
+)
+from gristmill.text.dedup.signatures import SignatureSettings
 from gristmill.text.filters.build import Filters, filter_rows, open_filters
 from gristmill.text.filters.own import OwnFilterError
 from gristmill.text.sources.reading import read_block
@@ -43,6 +51,8 @@ from gristmill.text.tokenizers.encoders import Encoder, open_encoder
 
 _BATCHES_PER_WORKER = 3
 _MAX_BLOCKS = 256
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,8 @@ class EncodedColumn:
     """The line where each document began, counted from the beginning of the block."""
     dropped: Sequence[tuple[int, Reason]]
     """The lines that gave no document."""
+    removed: Sequence[RemovedUnits] = ()
+    """What was removed inside of documents."""
 
     def only(self, mine: npt.NDArray[np.bool_]) -> EncodedColumn:
         """Some of the documents."""
@@ -100,6 +112,11 @@ class FilterFault(NamedTuple):
     """The line where it begins, counted from the beginning of the block."""
     what: str
 
+    def error(self, where: str) -> UserError:
+        """The error for it, with the place of the document."""
+        remedy = "mend the function; if it was changed, start over with --overwrite"
+        return UserError(self.what, where=where, remedy=remedy)
+
 
 class BlockInSource(NamedTuple):
     """A block, its source, and the number of the source."""
@@ -107,6 +124,8 @@ class BlockInSource(NamedTuple):
     number: int
     source: Source
     block: TextBlock
+    drops: BlockDrops | None = None
+    """The duplicates in it, if they are dropped."""
 
 
 BlockBatch: TypeAlias = Sequence[BlockInSource]
@@ -145,21 +164,73 @@ def _encode_column(
 
 
 def encode_batch(
-    batch: BlockBatch, settings: EncodeSettings, encoder: Encoder, filters: Filters | None
+    batch: BlockBatch, settings: EncodeSettings, encoder: Encoder
 ) -> list[EncodedBlock]:
     """Read, filter and encode blocks."""
     encoded = []
-    for _, source, block in batch:
-        rows = read_block(source, block, settings.options)
-        if filters is not None:
-            try:
-                rows = filter_rows(rows, filters, fields=settings.options.fields)
-            except OwnFilterError as error:
-                fault = FilterFault(error.place, str(error))
-                encoded.append(EncodedBlock(0, 0, (), None, encoder.name, fault))
-                continue
-        encoded.append(encode_rows(rows, settings, encoder))
+    for located in batch:
+        try:
+            rows = rows_of(located, settings.options, filters_of(settings.encoder))
+        except OwnFilterError as error:
+            fault = FilterFault(error.place, str(error))
+            encoded.append(EncodedBlock(0, 0, (), None, encoder.name, fault))
+            continue
+        removed = list[list[RemovedUnits]]()
+        if located.drops:
+            rows, removed = drop_duplicates(rows, located.drops)
+        block = encode_rows(rows, settings, encoder)
+        columns = zip(block.columns, removed, strict=False)
+        changed = [replace(column, removed=inside) for column, inside in columns]
+        encoded.append(replace(block, columns=changed or block.columns))
     return encoded
+
+
+def rows_of(located: BlockInSource, options: ReadOptions, filters: Filters | None) -> TextRows:
+    """The rows of a block, as both passes see them: the one that signs and the one that encodes.
+    A filter of the user's that fails raises an `OwnFilterError`."""
+    rows = read_block(located.source, located.block, options)
+    return rows if filters is None else filter_rows(rows, filters, fields=options.fields)
+
+
+filters_of = functools.lru_cache(maxsize=1)(open_filters)
+"""The filters in a folder, which are opened once."""
+
+
+@dataclass(frozen=True)
+class SignSettings:
+    """Everything that decides how blocks are signed."""
+
+    options: ReadOptions
+    filters: Path
+    """A folder that `save_filters` wrote into if there are filters."""
+    signatures: SignatureSettings
+
+
+@dataclass(frozen=True)
+class SignedBlock:
+    """What the documents of a block are compared by."""
+
+    lines: int
+    documents: int
+    columns: Sequence[SignedColumn]
+    failure: ReadError | None
+    fault: FilterFault | None = None
+    """Why the block could not be filtered."""
+
+
+def sign_batch(batch: BlockBatch, settings: SignSettings) -> list[SignedBlock]:
+    """Read, filter and sign blocks."""
+    signed = []
+    for located in batch:
+        try:
+            rows = rows_of(located, settings.options, filters_of(settings.filters))
+        except OwnFilterError as error:
+            signed.append(SignedBlock(0, 0, (), None, FilterFault(error.place, str(error))))
+            continue
+        columns = [sign_column(v, rows.places, settings.signatures) for v in rows.columns]
+        texts = sum(isinstance(value, str) for values in rows.columns for value in values)
+        signed.append(SignedBlock(rows.lines, texts, columns, rows.failure))
+    return signed
 
 
 def batched(blocks: Iterable[BlockInSource], *, block_bytes: int) -> Iterator[BlockBatch]:
@@ -201,10 +272,16 @@ class Workers:
         self, batches: Iterable[BlockBatch], settings: EncodeSettings
     ) -> Iterator[tuple[BlockBatch, list[EncodedBlock]]]:
         """Encode batches; the results come in the same order."""
-        waiting: deque[tuple[BlockBatch, concurrent.futures.Future[list[EncodedBlock]]]] = deque()
+        return self.map(functools.partial(_encode_here, settings=settings), batches)
+
+    def map(
+        self, function: Callable[[Task], Result], tasks: Iterable[Task]
+    ) -> Iterator[tuple[Task, Result]]:
+        """Tasks with their results, in the same order."""
+        waiting: deque[tuple[Task, concurrent.futures.Future[Result]]] = deque()
         try:
-            for batch in batches:
-                waiting.append((batch, self._pool.submit(_encode_here, batch, settings)))
+            for task in tasks:
+                waiting.append((task, self._pool.submit(function, task)))
                 if len(waiting) >= _BATCHES_PER_WORKER * self._count:
                     first, future = waiting.popleft()
                     yield first, future.result()
@@ -250,8 +327,7 @@ def _exit_with(parent: int) -> None:
 
 
 _encoder = functools.lru_cache(maxsize=1)(open_encoder)
-_filters = functools.lru_cache(maxsize=1)(open_filters)
 
 
 def _encode_here(batch: BlockBatch, settings: EncodeSettings) -> list[EncodedBlock]:
-    return encode_batch(batch, settings, _encoder(settings.encoder), _filters(settings.encoder))
+    return encode_batch(batch, settings, _encoder(settings.encoder))
