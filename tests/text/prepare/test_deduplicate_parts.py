@@ -24,7 +24,14 @@ KINDS = {
     "exact": ["--dedup", "exact"],
     "minhash": ["--dedup", "minhash", "--split", "8,2", "--seed", "3"],
     "line": ["--dedup", "exact", "--dedup-by", "line", "--dedup-min-length", "9"],
+    "filtered": ["--filter", "own=shorten.py:shorten", "--dedup", "exact"],
 }
+SHORTEN = """
+def shorten(document):
+    if "broken" in document["text"]:
+        raise ValueError("a bad day")
+    return {"text": document["text"].removesuffix("\\nand more")}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +48,7 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("in/a.jsonl").write_text("\n".join(lines[:100]) + "\n")
     Path("in/b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[100:130]).encode()))
     Path("in/c.jsonl").write_text("\n".join([*lines[130:], "nonsense"]))
+    Path("shorten.py").write_text(SHORTEN)
 
 
 def invoke(*words: str, command: str = "prepare") -> str:
@@ -113,6 +121,25 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[HereTasks]]:
         return made
 
     return use
+
+
+def test_what_is_compared_has_been_filtered() -> None:
+    plain = invoke("in", "-o", "plain/set", "-t", "bytes", "--dedup", "exact")
+    filtered = invoke("in", "-o", "filtered/set", "-t", "bytes", *KINDS["filtered"])
+
+    def kept(said: str) -> int:
+        return int(said.split(" read = ")[1].split(" kept")[0])
+
+    # Documents that only differ by what the filter removes are the same behind it.
+    assert kept(filtered) == 80 < kept(plain)
+
+
+def test_a_filter_that_fails_in_the_first_pass(here: Callable[..., list[HereTasks]]) -> None:
+    with Path("in/a.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "this one is broken"}) + "\n")
+    words = ["in", "-o", "set", "-t", "bytes", *KINDS["filtered"]]
+    with pytest.raises(UserError, match=r"in/a.jsonl:101: .* raised ValueError: a bad day"):
+        invoke(*words)
 
 
 @pytest.mark.parametrize("kind", KINDS)
