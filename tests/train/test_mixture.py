@@ -126,7 +126,8 @@ def test_steps_record_the_losses_and_the_tokens_of_every_source(
         (batch,) = loader.step_batches(12 * number)
         assert batch.sources_B is not None
         drawn = np.bincount(batch.sources_B.numpy(), minlength=3).tolist()
-        assert batch.source_tokens == tuple(16.0 * one for one in drawn)
+        assert batch.source_tokens_K is not None
+        assert batch.source_tokens_K.tolist() == [16.0 * one for one in drawn]
         assert record.sources is not None and list(record.sources) == list(read)
         total = 0.0
         for name, count in zip(read, drawn, strict=True):
@@ -270,11 +271,13 @@ def test_sampled_softmax_and_packed_documents_have_losses_by_source(
     for number, record in enumerate(steps_of(tmp_path / "run")):
         (batch,) = loader.step_batches(12 * number)
         assert record.sources is not None
-        assert sum(batch.source_tokens) == batch.loss_tokens <= batch.tokens
+        assert batch.source_tokens_K is not None
+        counted = batch.source_tokens_K.tolist()
+        assert sum(counted) == batch.loss_tokens <= batch.tokens
         masked += batch.tokens - batch.loss_tokens
         total = sum(
             count * (told["loss"] or 0.0)
-            for count, told in zip(batch.source_tokens, record.sources.values(), strict=True)
+            for count, told in zip(counted, record.sources.values(), strict=True)
         )
         assert total / batch.loss_tokens == pytest.approx(record.loss, rel=1e-5)
     assert masked > 0

@@ -201,10 +201,14 @@ def _with_random_tokens(config: RunConfig, prefix: Path, *, steps: int) -> RunCo
         "split": "1,0",
         "kind": "tokens",
         **dict.fromkeys(("validation", "tokenizer", "merges", "blend", "template"), None),
+        **dict.fromkeys(("stage", "max_epochs"), None),
         # The order of a whole run over so few tokens would be many thousands of epochs long.
         "samples": (steps + READ_AHEAD) * divided.batch if data.by_rows else None,
     }
-    return config.model_copy(update={"data": data.model_copy(update=changes)})
+    validation = config.validation.model_copy(update={"sets": None})
+    return config.model_copy(
+        update={"data": data.model_copy(update=changes), "validation": validation}
+    )
 
 
 def _require_tokens(config: RunConfig) -> None:

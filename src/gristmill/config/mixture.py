@@ -173,11 +173,16 @@ def borders(stages: Sequence[StageConfig]) -> list[Duration | float | None]:
 
 
 def resolve_stages(data: _Mixed, resolved: _Spans) -> tuple[Stage, ...]:
-    """The stages of a run whose settings fit together; none if its mixture never changes."""
+    """The stages of a run whose settings fit together; none if its mixture never changes. Those
+    that a shorter run does not come to have no samples."""
     stages = data.stage
     if not stages:
         return ()
-    ends = [resolved.samples_of(end) for end in borders(stages)[:-1] if end is not None]
+    ends = [
+        min(resolved.samples_of(end), resolved.samples)
+        for end in borders(stages)[:-1]
+        if end is not None
+    ]
     found = []
     for number, stage in enumerate(stages):
         shares = by_source(stage.weights, data.sources)

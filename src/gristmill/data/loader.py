@@ -52,8 +52,8 @@ class Batch:
     """Document number of each token, for attention within documents; None if it crosses them."""
     sources_B: torch.Tensor | None = None
     """The source of each sample, where losses are summed by source."""
-    source_tokens: tuple[float, ...] = ()
-    """The part of `loss_tokens` of each source, likewise."""
+    source_tokens_K: torch.Tensor | None = None
+    """The part of `loss_tokens` of each of K sources, likewise."""
 
     @property
     def samples(self) -> int:
@@ -154,12 +154,14 @@ def make_batch(
         positions = _tensor(restarted_positions(doc_starts_BT), torch.int64, pin)
     if doc_starts_BT is not None and rules.attention:
         documents = _tensor(np.cumsum(doc_starts_BT, axis=1, dtype=np.int32), torch.int32, pin)
-    by_sample_B: np.ndarray = np.full(len(ids_BS), inputs_BT.shape[1], np.float64)
-    if weights is not None:
-        by_sample_B = weights.numpy().sum(axis=1, dtype=np.float64)
-    by_source = list[float]()
+    of_samples = of_sources = None
     if sources_B is not None:
-        by_source = np.bincount(sources_B, by_sample_B, minlength=sources).tolist()
+        counts_B: np.ndarray = np.full(len(ids_BS), inputs_BT.shape[1], np.float64)
+        if weights is not None:
+            counts_B = weights.numpy().sum(axis=1, dtype=np.float64)
+        counts_K = np.bincount(sources_B, counts_B, minlength=sources)
+        of_samples = _tensor(sources_B, torch.int64, pin)
+        of_sources = _tensor(counts_K, torch.float32, pin)
     return Batch(
         _tensor(inputs_BT, torch.int64, pin),
         _tensor(ids_BS[:, 1:], torch.int64, pin),
@@ -167,8 +169,8 @@ def make_batch(
         loss_tokens,
         positions,
         documents,
-        None if sources_B is None else _tensor(sources_B, torch.int64, pin),
-        tuple(by_source),
+        of_samples,
+        of_sources,
     )
 
 

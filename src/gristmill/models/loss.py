@@ -313,13 +313,13 @@ def _over_slices(
 
 
 def sums_of(losses_N: torch.Tensor, terms: LossTerms, part: slice = slice(None)) -> torch.Tensor:
-    """The sum of some tokens' losses, and if the terms ask for it that of each source's."""
+    """The sum of some tokens' losses, and if the terms ask for it that of each of K sources."""
     if terms.sources_B is None:
         return losses_N.sum()
-    numbers_S1 = torch.arange(terms.sources, device=losses_N.device)[:, None]
-    of_source_SN = terms.sources_B[part] == numbers_S1
-    sums_S = torch.where(of_source_SN, losses_N, 0.0).sum(dim=1)
-    return torch.cat([losses_N.sum()[None], sums_S])
+    numbers_K1 = torch.arange(terms.sources, device=losses_N.device)[:, None]
+    of_source_KN = terms.sources_B[part] == numbers_K1
+    sums_K = torch.where(of_source_KN, losses_N, 0.0).sum(dim=1)
+    return torch.cat([losses_N.sum()[None], sums_K])
 
 
 def _add_gradient(

@@ -256,12 +256,13 @@ class Spmd:
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
         terms = training_terms(self.train, progress, scale, mtp=self.world.mesh.cp == 1)
-        terms = terms._replace(sources=len(batches[0].source_tokens))
+        known = batches[0].source_tokens_K
+        terms = terms._replace(sources=0 if known is None else len(known))
         local = [self._on_device(batch) for batch in batches]
         total = self.micro_batches.forward_backward(local, terms, done)
         self._by_source = None
         if terms.sources:
-            self._by_source, total = self._sums_by_source(batches, total[1:]), total[0]
+            self._by_source, total = self._sums_by_source(local, total[1:]), total[0]
         return StepResult(
             samples=data_ranks * sum(batch.samples for batch in batches),
             tokens=data_ranks * sum(batch.tokens for batch in batches),
@@ -372,10 +373,9 @@ class Spmd:
 
     def _sums_by_source(self, batches: Sequence[Batch], losses: torch.Tensor) -> torch.Tensor:
         """Losses and counted tokens of each source, as far as this process reports them."""
-        counts = [sum(some) for some in zip(*(one.source_tokens for one in batches), strict=True)]
+        counts = [one.source_tokens_K for one in batches if one.source_tokens_K is not None]
         # cp ranks have different losses, but all of them count the tokens of a sequence.
-        counted = torch.tensor(counts).to(losses) / self.world.mesh.cp
-        sums = torch.stack([losses, counted])
+        sums = torch.stack([losses, torch.stack(counts).sum(dim=0) / self.world.mesh.cp])
         return sums if self._reports_loss else torch.zeros_like(sums)
 
     def _agree(self, loss: torch.Tensor, signals: int) -> tuple[torch.Tensor, ...]:
