@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from gristmill.base.errors import DataError, UserError
+from gristmill.base.errors import DataError, UserError, on_one_line
 from gristmill.base.files import sha256_file
 from gristmill.text.filters.build import FilterPlan
 from gristmill.text.filters.contamination import (
@@ -145,7 +145,7 @@ def print_dropped(ledger: Ledger, file: str) -> None:
     width = max((len(f"{count:,}") for count in ledger.dropped.values()), default=0)
     for reason, count in ledger.dropped.most_common():
         share = f"{count / ledger.lines:7.2%}"
-        typer.echo(f"  dropped {count:>{width},} {share}  {reason.value}")
+        typer.echo(f"  dropped {count:>{width},} {share}  {on_one_line(reason.value)}")
     mistakes = [place for place in ledger.places if place.reason in UNREADABLE]
     for place in mistakes[:_MAX_PLACES]:
         typer.echo(f"    {place.origin}: {place.reason.value}")

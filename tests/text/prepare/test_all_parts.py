@@ -159,6 +159,7 @@ KINDS = {
     "llmc": ["-o", "{}/set", "--format", "llmc", "--shard-size", "300"],
     "npy": ["-o", "{}/set", "--format", "npy", "--shard-size", "300"],
     "held out": ["-o", "{}/set", "--split", "7,2,1", "--seed", "3"],
+    "filtered": ["-o", "{}/set", "--filter", "length=9,words=bad.txt", "--decontaminate=bad.txt"],
     "two keys": [
         "-o",
         "{}/set-{{split}}",
@@ -173,11 +174,12 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_of_one_process(kind: str, here: Callable[..., list[HereTasks]]) -> None:
     here()
+    Path("bad.txt").write_text("nothing that any of these small texts would ever say\n")
     for folder, parts in (("one", []), ("many", ["--parts", "5", "--engine", "local"])):
         words = [word.format(folder) for word in KINDS[kind]]
         said = invoke("in", *words, "-t", "bytes", *parts)
     assert files_of("many") == files_of("one")
-    assert "200 kept + 1 dropped" in said
+    assert ("200 kept + 1 dropped" in said) == (kind != "filtered")
 
 
 def test_parts_without_documents(here: Callable[..., list[HereTasks]]) -> None:

@@ -114,9 +114,10 @@ def test_mistakes_are_named(library: Any, tmp_path: Path) -> None:
     source = f"hf:{tmp_path}/data"
     asked = DatasetSource(source, ReadOptions(keys=("title",)))
     assert [row[0] for row in asked.rows_from(0)] == ["a"]
-    assert [
-        row[0] for row in DatasetSource(f"{source}?column=body", ReadOptions()).rows_from(0)
-    ] == ["b"]
+    named = DatasetSource(f"{source}?column=body", ReadOptions(fields=("title", "number")))
+    assert list(named.rows_from(0)) == [("b", "a", Reason.WRONG_TYPE)]
+    with pytest.raises(UserError, match="no column 'url', which a filter asks for"):
+        DatasetSource(f"{source}?column=body", ReadOptions(fields=("url",)))
     for query, message in {
         "column=number": "the column 'number' holds no text",
         "column=text": r"no column 'text'; the columns are: number \(int64\), title",

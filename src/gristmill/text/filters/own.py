@@ -23,6 +23,7 @@ from gristmill.text.filters.settings import WHERE, OwnSettings
 from gristmill.text.sources.source import Reason
 
 OWN = "own"
+_LONGEST_REASON = 100
 Function = Callable[[dict[str, str]], Any]
 
 
@@ -48,7 +49,7 @@ class OwnFilter:
             raise OwnFilterError(what) from error
         match answer:
             case str() if answer:
-                return Reason(f"{OWN}: {answer}")
+                return Reason(f"{OWN}: {answer[:_LONGEST_REASON]}")
             case {"text": str() as text}:
                 return None if text == document.text else text
             case bool() | np.bool_():
