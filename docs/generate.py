@@ -53,7 +53,7 @@ def settings_page() -> str:
     ]
     # Several kinds of a table may have the same table inside.
     for path, models in dict(_tables(schema.RunConfig)).items():
-        lines += ["", f"## `[{path}]`", ""]
+        lines += ["", f"## `{path}`", ""]
         for model in models:
             if len(models) > 1:
                 lines += ["", f"### {_kind(model)}", ""]
@@ -70,14 +70,25 @@ def _kind(model: type[BaseModel]) -> str:
 
 
 def _tables(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, list[type[BaseModel]]]]:
-    """Every table below a model, with the classes that may stand in it."""
+    """Every table below a model as it is headed in a file, with the classes that may stand in
+    it."""
     for name, info in model.model_fields.items():
         inner = _models(info.annotation)
         if inner:
             here = f"{path}.{info.alias or name}" if path else info.alias or name
-            yield here, inner
+            listed = any(get_origin(option) is tuple for option in _options(info.annotation))
+            yield (f"[[{here}]]" if listed else f"[{here}]"), inner
             for table in inner:
                 yield from _tables(table, here)
+
+
+def _options(annotation: Any) -> list[Any]:
+    """The types that a setting may have, without what annotates them."""
+    if get_origin(annotation) is Annotated:
+        return _options(get_args(annotation)[0])
+    if get_origin(annotation) in _UNIONS:
+        return [option for choice in get_args(annotation) for option in _options(choice)]
+    return [annotation]
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -85,7 +96,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
         return [annotation]
     if get_origin(annotation) is Annotated:
         return _models(get_args(annotation)[0])
-    if get_origin(annotation) in _UNIONS:
+    if get_origin(annotation) in (*_UNIONS, tuple):
         return [model for option in get_args(annotation) for model in _models(option)]
     return []
 
@@ -276,6 +287,7 @@ def _fields(record: Any, *, leave_out: Any) -> list[str]:
 def _json_type(annotation: str) -> str:
     """A field's annotation in the words of JSON."""
     names = {"int": "whole number", "float": "number", "str": "text", "None": "null"}
+    names["Parts"] = "table of tables"
     if annotation.startswith("Literal["):
         return " or ".join(f'"{value}"' for value in ast.literal_eval(annotation[7:]))
     return " or ".join(names.get(part, part) for part in annotation.split(" | "))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import multiprocessing
@@ -10,6 +11,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ if not torch.cuda.is_available():
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
+from gristmill.hub import buckets, patience
 from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
@@ -51,6 +54,36 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda handle: None)
         yield
+
+
+_spec = importlib.util.spec_from_file_location(
+    "store_server", Path(__file__).with_name("store_server.py")
+)
+assert _spec and _spec.loader
+store_server = sys.modules["store_server"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(store_server)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server of objects, to which addresses of S3 and of Google lead as well."""
+    server = store_server.StoreServer()
+    environment = {
+        "AWS_ENDPOINT_URL": server.url,
+        "AWS_ACCESS_KEY_ID": "test-key",
+        "AWS_SECRET_ACCESS_KEY": "test-secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "STORAGE_EMULATOR_HOST": server.url,
+        "FSSPEC_GCS_TOKEN": "anon",
+        "no_proxy": "127.0.0.1",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(patience, "FIRST_WAIT", 0.001)
+    for connect in (buckets._s3, buckets._google):
+        connect.cache_clear()
+    yield server
+    server.close()
 
 
 WORDS = "the mill turns and grinds the corn into flour while water runs below the wheel".split()

@@ -89,6 +89,25 @@ def test_scores_have_whiskers_at_their_places_on_every_axis(report: Any) -> None
     assert page.evaluate(f"[...{score}.x]") == pytest.approx([8.6e8 * one for one in tokens])
 
 
+def test_sources_and_domains_share_a_chart_each(runs: list[Any], report: Any) -> None:
+    for run in runs:
+        run.mix()
+
+    def lines(page: Any, title: str) -> Any:
+        charts = "[...document.querySelectorAll('.chart')].map(({ chart }) => chart)"
+        own = f"{charts}.find(({{ spec }}) => spec.title === '{title}').series"
+        return page.evaluate(f"{own}.map(({{ label, colour, y }}) => [label, colour, y.length])")
+
+    page = report(1)
+    assert [line[0] for line in lines(page, "Loss by source")] == ["code", "web"]
+    assert len({line[1] for line in lines(page, "Loss by source")}) == 2
+    assert [line[0] for line in lines(page, "Tokens by source")] == ["code", "web"]
+    assert [line[0] for line in lines(page, "Loss by domain")] == ["news", "proofs"]
+    both = report(2)
+    labels = [f"mill-{run}, {part}" for run in (1, 2) for part in ("code", "web")]
+    assert [line[0] for line in lines(both, "Loss by source")] == labels
+
+
 def test_two_runs_are_compared(report: Any) -> None:
     page = report(2)
     expect(page.get_by_role("heading", name="2 runs compared")).to_be_visible()

@@ -74,6 +74,25 @@ def drag(page: Any, title: str, begin: float, end: float) -> None:
     page.mouse.up()
 
 
+def test_sources_and_domains_share_a_chart_each(runs: list[Any], watching: Any, visit: Any) -> None:
+    for run in runs:
+        run.mix()
+    page = visit()
+    until(page, "document.querySelector('.plot')?.chart.series.length >= 4")
+    for title in ("Loss by source", "Loss by domain"):
+        chart(page, title)
+        own = "[...document.querySelectorAll('.chart')].find((one) => "
+        until(page, f"{own}one.chart.spec.title === '{title}').chart.series.length === 4")
+    labels = sorted(f"{run.folder.path.name}, {part}" for run in runs for part in ("code", "web"))
+    assert sorted(one["label"] for one in series(page, "Loss by source")) == labels
+    domains = series(page, "Loss by domain")
+    assert {one["label"].split(", ")[1] for one in domains} == {"news", "proofs"}
+    told = recorded(runs[0], "validation", "sets")
+    own = next(one for one in domains if one["label"] == f"{runs[0].folder.path.name}, proofs")
+    assert own["x"] == list(told)
+    assert own["y"] == pytest.approx([one["proofs"]["loss"] for one in told.values()], rel=1e-5)
+
+
 def test_every_curve_of_a_run_has_a_chart(page: Any) -> None:
     for section in ("System", "Other"):
         page.locator("summary").filter(has_text=section).click()

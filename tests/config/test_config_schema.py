@@ -122,6 +122,7 @@ def test_the_json_schema_and_the_program_know_the_same_settings(schema: dict[str
             while options:
                 option = options.pop()
                 options += [*option.get("anyOf", ()), *option.get("oneOf", ())]
+                options += [option["items"]] if isinstance(option.get("items"), dict) else []
                 inner += [option["$ref"]] if "$ref" in option else []
             if not inner:
                 yield (*path, name)

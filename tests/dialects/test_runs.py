@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gristmill.base.errors import Exit, UserError
-from gristmill.cli.dialects import translate_run
 from gristmill.cli.main import app
+from gristmill.cli.translate import translate_run
 from gristmill.launch.processes import Job
 from gristmill.text.sources.corpora import Corpus
 from gristmill.text.tokenizers.training import train_tokenizer

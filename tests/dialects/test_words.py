@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gristmill.base.errors import UserError
-from gristmill.cli.dialects import translate_run
+from gristmill.cli.translate import translate_run
 from gristmill.config.load import load_text
 from gristmill.dialects.table import load_table
 from gristmill.dialects.translate import Translation, split_overrides, translate

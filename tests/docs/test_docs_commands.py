@@ -187,5 +187,8 @@ def keys(tables: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[s
     for key, value in tables.items():
         if isinstance(value, dict):
             yield from keys(value, (*path, key))
+        elif isinstance(value, list) and all(isinstance(one, dict) for one in value):
+            for table in value:
+                yield from keys(table, (*path, key))
         else:
             yield (*path, key)

@@ -134,3 +134,45 @@ def test_a_large_scale_saves_small_fp16_gradients(tensors: dict[str, torch.Tenso
     kept = (gradient(1e-8 * 2**30) - d_head).norm() / d_head.norm()
     assert lost > 0.5
     assert kept < 0.01
+
+
+@pytest.mark.parametrize("sampled", [None, 64])
+def test_sums_by_source_are_those_of_each_source_alone(sampled: int | None) -> None:
+    """The total and all gradients are, to the bit, those without."""
+    torch.manual_seed(3)
+    hidden_BTD = torch.randn(5, 40, 8, requires_grad=True)
+    head_VD = torch.randn(96, 8, requires_grad=True)
+    targets_BT, weights_BT = torch.randint(0, 90, (5, 40)), torch.rand(5, 40)
+    sources_B = torch.tensor([2, 0, 2, 0, 2])
+    terms = LossTerms(weights_BT, scale=torch.tensor(0.5), sampled=sampled)
+    plain = linear_cross_entropy(hidden_BTD, head_VD, targets_BT, terms, vocab=90)
+    gradients = torch.autograd.grad(plain.scaled, [hidden_BTD, head_VD])
+    told = linear_cross_entropy(
+        hidden_BTD,
+        head_VD,
+        targets_BT,
+        terms._replace(sources_B=sources_B, sources=4),
+        vocab=90,
+    )
+    again = torch.autograd.grad(told.scaled, [hidden_BTD, head_VD])
+    assert told.scaled.equal(plain.scaled) and told.total[0].equal(plain.total)
+    assert all(one.equal(other) for one, other in zip(gradients, again, strict=True))
+    assert told.total[2] == told.total[4] == 0.0
+    for source in (0, 2):
+        alone_BT = weights_BT * (sources_B == source)[:, None]
+        alone = linear_cross_entropy(
+            hidden_BTD, head_VD, targets_BT, terms._replace(loss_weights_BT=alone_BT), vocab=90
+        )
+        assert told.total[1 + source].item() == pytest.approx(alone.total.item(), rel=1e-5)
+
+
+def test_a_traced_loss_knows_the_shape_of_sums_by_source() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        hidden_BTD = torch.randn(2, 4, 8, requires_grad=True)
+        head_VD = torch.randn(96, 8, requires_grad=True)
+        targets_BT, sources_B = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2).long()
+        terms = LossTerms(scale=torch.ones(()), sources_B=sources_B, sources=3)
+        loss = linear_cross_entropy(hidden_BTD, head_VD, targets_BT, terms, vocab=90)
+        assert loss.total.shape == (4,) and loss.scaled.shape == ()

@@ -306,6 +306,51 @@ def test_a_long_run_is_summed_up_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
     assert summary["train_loss"] == 90.5 and summary["best_step"] == 50
 
 
+def test_sources_and_sets_have_curves_of_their_own(tmp_path: Path) -> None:
+    """Also where a source has no tokens in a step, and where a loss is no number."""
+    records: list[Record] = []
+    for step in range(1, 41):
+        code = None if step % 3 == 0 else 3.0 + step / 100
+        told = {
+            "a.b/web": {"loss": 2.0, "tokens": 10 * step},
+            "code": {"loss": code, "tokens": step},
+        }
+        if step == 5:
+            told["code"]["loss"] = float("nan")
+        records.append(step_record(step, sources=told))
+        if step % 10 == 0:
+            numbers = {"loss": 1.0 + step, "perplexity": 9.0, "windows": 4, "bits_per_byte": None}
+            about = {"perplexity": 8.0, "windows": 1, "seconds": 1.0, "best": False}
+            sets = {"code": numbers}
+            records.append(ValidationRecord(**moment(step), loss=2.0, **about, sets=sets))
+    run = bare_run(tmp_path / "a", records)
+    (shown,) = contents(write_report([run], tmp_path / "r.html"))["runs"]
+    parts = shown["parts"]
+    assert list(parts) == ["source.a.b/web.", "source.code.", "validation.code."]
+    assert parts["source.a.b/web."]["curves"]["tokens"]["mean"] == [10 * n for n in range(1, 41)]
+    losses = parts["source.code."]["curves"]["loss"]["mean"]
+    assert [losses[n - 1] for n in (1, 3, 5, 40)] == [3.01, None, None, 3.4]
+    assert parts["source.code."]["step"] == shown["train"]["step"] == list(range(1, 41))
+    checks = parts["validation.code."]
+    assert checks["step"] == [10, 20, 30, 40] == shown["validation"]["step"]
+    assert checks["curves"]["loss"]["mean"] == [11.0, 21.0, 31.0, 41.0]
+    assert "bits_per_byte" not in checks["curves"]
+    assert shown["validation"]["curves"]["loss"]["mean"] == [2.0] * 4
+
+
+def test_parts_that_are_no_numbers_are_damage(tmp_path: Path) -> None:
+    run = bare_run(tmp_path / "a", [step_record(1, sources={"web": {"loss": 2.0}})])
+    file = RunFolder(run).metrics
+    line = file.read_text()
+    changed = [line.replace('{"loss": 2.0}', new, 1) for new in ("3", '{"loss": "x"}', "[1]")]
+    file.write_text(line + "".join(changed))
+    told = list[str]()
+    page = write_report([run], tmp_path / "r.html", warn=told.append)
+    assert len(told) == 1 and "3 damaged lines, first line 2" in told[0]
+    (shown,) = contents(page)["runs"]
+    assert shown["parts"]["source.web."]["step"] == [1]
+
+
 def test_rows_without_every_field_are_read(tmp_path: Path) -> None:
     """Files of older versions have fewer fields, and those that are not finite are texts."""
     run = bare_run(tmp_path / "a", [step_record(1)])

@@ -360,3 +360,26 @@ def test_adapters_learn_other_answers_and_the_merged_export_gives_them(
     for model in (run, exported):
         answers = [generate(model, f"{colour}?", *greedy).strip() for colour in ANSWERS]
         assert answers == ["Sea", "Rose", "Leaf", "Flour", "Coal"]
+
+
+def test_conversations_mix_in_stages_and_validate_on_further_sets(
+    make_chat: MakeRun, tmp_path: Path, talks: Path
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(talks.read_text().splitlines(keepends=True)[:60]))
+    settings = (
+        f'data.paths=["{talks}", "{other}"]',
+        f'data.stage=[{{to=0.5, weights={{"{talks.name}"=1}}}}, {{weights={{"other.jsonl"=1}}}}]',
+        f'validate.set=[{{name="other", data="{other}", windows=4}}]',
+    )
+    assert Run(make_chat(*settings)).train().exit is Exit.DONE
+    records = read_metrics(tmp_path / "chat" / "metrics.jsonl")
+    steps = [one for one in records if isinstance(one, StepRecord)]
+    for step in steps:
+        assert step.sources is not None
+        first, second = (step.sources[name]["loss"] for name in (talks.name, "other.jsonl"))
+        assert [first is None, second is None] == [step.step > 6, step.step <= 6]
+        assert (first or second) == pytest.approx(step.loss, rel=1e-5)
+    for record in records:
+        if isinstance(record, ValidationRecord):
+            assert record.sets is not None and record.sets["other"]["windows"] == 4

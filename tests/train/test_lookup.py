@@ -25,23 +25,31 @@ name = "looked-up"
 folder = "{folder}"
 preset = "gpt2-nano"
 model = {{ layers = 1, width = 16, heads = 2, context = 24 }}
-data = {{ paths = {{ "{a}" = 0.7, "{b}" = 0.3 }}, split = "1,0" }}
+data = {data}
 train = {{ until = "30 steps", batch = 4 }}
 optim.lr = 1e-3
 runtime = {{ device = "cpu", compile = false }}
 """
+MIXTURES = {
+    "the same": """{{ paths = {{ "{a}" = 0.7, "{b}" = 0.3 }}, split = "1,0" }}""",
+    "stages": """{{ paths = ["{a}", "{b}"], split = "1,0", max_epochs = {{ set-b = 1.5 }}, stage = [
+    {{ to = 0.4, weights = {{ set-a = 0.7, set-b = 0.3 }} }},
+    {{ gradual = true, weights = {{ set-a = 0.2, set-b = 0.8 }} }}
+] }}""",
+}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two sets of many short documents."""
+@pytest.fixture(scope="module", params=MIXTURES)
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A run on two sets of many short documents, whose mixture stays or changes."""
     root = tmp_path_factory.mktemp("lookup")
     for name, count in (("a", 60), ("b", 40)):
         rows = [json.dumps({"text": f"{name}{number}: the mill turns"}) for number in range(count)]
         (root / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
         sources = [str(root / f"{name}.jsonl")]
         prepare(PrepareRequest(sources, root / f"set-{name}", open_tokenizer("bytes"), workers=1))
-    text = RUN.format(folder=root / "run", a=root / "set-a", b=root / "set-b")
+    data = MIXTURES[request.param].format(a=root / "set-a", b=root / "set-b")
+    text = RUN.format(folder=root / "run", data=data)
     (root / "run.toml").write_text(text)
     Run.open(root / "run.toml").train()
     return root / "run"

@@ -31,11 +31,12 @@ from gristmill.track.requests import RunRequest
 from gristmill.track.system import SystemSample
 from gristmill.train import observer
 from gristmill.train.compare import CompareReplicas
-from gristmill.train.hooks import Checkpoint, Hooks, Sample, StopOnDamage, Validate
+from gristmill.train.hooks import Checkpoint, Hooks, Sample, StopOnDamage
 from gristmill.train.observer import RunObserver, cause_of
 from gristmill.train.run import Run
 from gristmill.train.task_evaluation import EvaluateTasks
 from gristmill.train.tracker import Tracker
+from gristmill.train.validation import Validate
 
 if TYPE_CHECKING:
     from conftest import Runs

@@ -24,9 +24,9 @@ from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
-from gristmill.train.hooks import Validate
 from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest
+from gristmill.train.validation import Validate
 
 if TYPE_CHECKING:
     from conftest import Runs

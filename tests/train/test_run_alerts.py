@@ -16,8 +16,8 @@ import pytest
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import EventRecord, SystemRecord, read_metrics
-from gristmill.train.hooks import Validate
 from gristmill.train.run import Run
+from gristmill.train.validation import Validate
 
 MakeRun = Callable[..., RunConfig]
 SHORT = 'train.until="6 steps"'

@@ -224,6 +224,24 @@ def test_scores_come_with_their_errors_and_hosts_with_their_names(
     assert score.mean.tolist() == [0.5, 0.5]
 
 
+def test_sources_have_curves_of_the_same_steps(
+    made: Callable[..., Any], decode: Callable[..., Any], line_of: Callable[..., str]
+) -> None:
+    folder = made(steps=0)
+    for step in range(1, 31):
+        part = {"loss": None if step == 7 else 0.5 * step, "tokens": 64 * step}
+        folder.append(line_of(step, sources={"data/web": part}))
+    run = watched(folder)
+    read_all(run)
+    names = ["source.data/web.loss", "source.data/web.tokens", "loss"]
+    assert set(names) <= set(run.row["names"])
+    _, curves = decode(answer([run], CurveQuery(names)))
+    assert [curve.name for curve in curves] == names
+    loss, tokens, whole = curves
+    assert loss.x.tolist() == tokens.x.tolist() == whole.x.tolist() == list(range(1, 31))
+    assert np.isnan(loss.mean[6]) and loss.mean[29] == 15.0 and tokens.mean[0] == 64.0
+
+
 def test_flops_need_their_number_for_each_token(
     made: Callable[..., Any], decode: Callable[..., Any]
 ) -> None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +76,9 @@ class TrainState:
     identity_retired: Mapping[str, Any] = field(default_factory=dict)
     """Identity keys of older checkpoints that no longer exist, with the value that had no
     effect."""
+    identity_until: Mapping[str, Callable[[Any, Any, int], bool]] = field(default_factory=dict)
+    """Identity keys that may differ in what is ahead: whether two values, either of which may be
+    None, agree on the samples that are done."""
     progress: Progress = field(default_factory=Progress)
     counters: Counters = field(default_factory=Counters)
     strategy: dict[str, Any] = field(default_factory=dict)
@@ -289,7 +292,7 @@ def restore(state: TrainState, folder: Path, *, other_run: bool = False) -> dict
     after it: everything that was loaded until then is overwritten. `other_run`: the run that goes
     on from here is another one, so only what the tensors depend on must be the same."""
     values = read_state(folder)
-    _check_identity(values["identity"], state, folder, other_run=other_run)
+    _check_identity(values, state, folder, other_run=other_run)
     weights = open_tensors(folder)
     _check_dtypes(
         {parameter.name: parameter.local.dtype for parameter in state.parameters.values()}, weights
@@ -482,22 +485,34 @@ def _fill(target: torch.Tensor, parameter: ShardedParameter, stored: Weights, na
 # ------------------------------------------------------------------ identity
 
 
-def identity_changes(saved: dict[str, Any], state: TrainState) -> list[Problem]:
-    """What should have stayed the same since a checkpoint was saved."""
-    now, retired = state.identity, state.identity_retired.items()
+def identity_changes(
+    saved: dict[str, Any],
+    state: TrainState,
+    *,
+    samples: int,
+    now: Mapping[str, Any] | None = None,
+) -> list[Problem]:
+    """What should have stayed the same since so many samples were done; `now` is the identity of
+    the state if not given."""
+    now, retired = state.identity if now is None else now, state.identity_retired.items()
     saved = {name: value for name, value in saved.items() if (name, value) not in retired}
     problems = []
     for name in sorted({*saved, *now}):
         before, after = saved.get(name, state.identity_defaults.get(name)), now.get(name)
-        if before != after:
+        if name in state.identity_until:
+            if not state.identity_until[name](before, after, samples):
+                what = f"the {samples} samples that are done were chosen otherwise"
+                problems.append(Problem(what, where=name))
+        elif before != after:
             problems.append(Problem(f"was {before!r} and is now {after!r}", where=name))
     return problems
 
 
 def _check_identity(
-    saved: dict[str, Any], state: TrainState, folder: Path, *, other_run: bool
+    values: dict[str, Any], state: TrainState, folder: Path, *, other_run: bool
 ) -> None:
-    problems = identity_changes(saved, state)
+    samples = values["progress"]["samples"]
+    problems = identity_changes(values["identity"], state, samples=samples)
     what = "the run in this folder cannot be resumed with these settings"
     remedy = (
         "undo these changes to resume the run; or give the new run another name, with "

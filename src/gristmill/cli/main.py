@@ -78,7 +78,7 @@ VERBS = {
         "Will it fit, how fast will it be, what will it cost, and in which layout.",
     ),
     "translate": _Verb(
-        "dialects:translate",
+        "translate:translate",
         "Print what the command of another program amounts to: a run file, or a command of ours.",
     ),
     "launch": _Verb(

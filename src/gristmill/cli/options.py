@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from gristmill.base.errors import UserError
+from gristmill.hub.objects import scheme_of, shown
 from gristmill.text.sources.source import DocumentSplit
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -91,8 +92,27 @@ class TokenFormat(enum.StrEnum):
     NPY = "npy"
 
 
-def _parse_output(text: str) -> Path:
+class ReadFormat(enum.StrEnum):
+    """The formats of token files that are read: those above, and some of data pipelines."""
+
+    FLAT = "flat"
+    MEGATRON = "megatron"
+    MEGATRON_CACHED = "megatron-cached"
+    MEGATRON_LAZY = "megatron-lazy"
+    LLMC = "llmc"
+    NPY = "npy"
+    DATATROVE = "datatrove"
+    DOLMA = "dolma"
+
+
+def parse_output(text: str) -> Path:
     """A name for token files; a folder is none."""
+    if scheme_of(text):
+        raise UserError(
+            "this command writes to a disk of this machine",
+            where=f"--output {shown(text)}",
+            remedy="give a local name, then: gristmill tokens copy NAME ADDRESS",
+        )
     path = Path(text)
     if text and not text.endswith("/") and not path.is_dir():
         return path
@@ -109,7 +129,7 @@ Output = Annotated[
     output_option(
         "--output",
         "-o",
-        parser=_parse_output,
+        parser=parse_output,
         metavar="NAME",
         help="Folder and name of the token files, without an ending: tokens/books.",
     ),

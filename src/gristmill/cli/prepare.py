@@ -20,7 +20,6 @@ from gristmill.cli.options import (
     AsJson,
     Documents,
     JsonKeys,
-    Output,
     Overwrite,
     Quiet,
     ShardSize,
@@ -50,6 +49,7 @@ from gristmill.cli.prepare_parts import (
     Attempts,
     EngineName,
     JobSettings,
+    Page,
     RayAddress,
     Status,
     characters_of,
@@ -63,7 +63,9 @@ from gristmill.cli.prepare_parts import (
     show_parts,
 )
 from gristmill.cli.progress import ProgressLine
+from gristmill.cli.tokens_copy import named, prepare_and_upload, staged
 from gristmill.hub.client import downloads_shown
+from gristmill.hub.objects import scheme_of
 from gristmill.text.prepare.all_parts import part_requests
 from gristmill.text.prepare.prepare import PrepareProgress, PrepareResult
 from gristmill.text.prepare.prepare import prepare as prepare_tokens
@@ -102,6 +104,8 @@ gristmill prepare crawl.jsonl.gz -o tokens/crawl --split 999,1 -t bytes
 
 gristmill prepare openwebtext -o 'data/openwebtext/{split}'
 
+gristmill prepare 's3://bucket/crawl/*.jsonl.gz' -o s3://bucket/tokens/crawl
+
 gristmill prepare crawl/ -o tokens/crawl --parts 64 --engine local
 
 gristmill prepare crawl/ -o tokens/crawl --parts 8    (a task of a job array)
@@ -116,12 +120,22 @@ def prepare(
         typer.Argument(
             metavar="SOURCE…",
             help="Files, globs, folders (JSON, CSV, Parquet, Arrow, text; .gz .bz2 .xz .zst), "
-            "- for stdin, hf:NAME[@REVISION] for a dataset, or the name of a corpus.",
+            "- for stdin, addresses (s3:// gs:// hf:// https://), hf:NAME[@REVISION] of a "
+            "dataset, or the name of a corpus.",
         ),
     ] = None,
     *,
     dialect: DialectName = None,
-    output: Output,
+    output: Annotated[
+        str,
+        output_option(
+            "--output",
+            "-o",
+            metavar="NAME",
+            help="Folder and name of the token files, without an ending: tokens/books, or an "
+            "address such as s3://bucket/tokens/books.",
+        ),
+    ],
     tokenizer: Annotated[
         str,
         _tokenizer_option(
@@ -256,6 +270,7 @@ def prepare(
     ray_address: RayAddress = None,
     launch: JobSettings = None,
     status: Status = False,
+    page: Page = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -264,8 +279,9 @@ def prepare(
     After a kill or an interruption, the same command resumes.
     """
     follow_supervisor()
+    place = staged(output)
     if status:
-        show_parts(output, parts, as_json=as_json, quiet=quiet)
+        show_parts(place, parts, page=page, as_json=as_json, quiet=quiet)
         return
     if not sources:
         what, remedy = "no source is given", "name files, folders or a corpus"
@@ -279,6 +295,7 @@ def prepare(
         attempts=attempts,
         ray_address=ray_address,
         launch=launch or (),
+        page=page,
     )
     if separator is not None and (not separator or documents is not DocumentSplit.FILE):
         raise UserError(
@@ -295,7 +312,7 @@ def prepare(
     )
     request = PrepareRequest(
         sources,
-        output,
+        place,
         lambda: _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text, quiet=quiet),
         options=ReadOptions(tuple(json_key or ("text",)), documents, separator),
         append_end_of_text=append_eod,
@@ -322,10 +339,21 @@ def prepare(
     if dedup_group:
         check_dedup_group(request, parts, alone=part is None and in_parts is None)
 
-    def run(request: PrepareRequest, expected: int | None = None) -> PrepareResult:
+    if scheme_of(output) and request.part != WHOLE:
+        what = "a part is merged with the others on a disk that all of them share"
+        remedy = "give a local name; merge the parts, then: gristmill tokens copy NAME ADDRESS"
+        raise UserError(what, where=f"--output {output}", remedy=remedy, exit=Exit.USAGE)
+
+    def run_here(request: PrepareRequest, expected: int | None = None) -> PrepareResult:
         if in_parts is None:
             return _prepare(request, quiet, expected)
-        return prepare_parts(request, part_arguments(context, in_parts), in_parts, quiet=quiet)
+        arguments = part_arguments(context, in_parts, output=place)
+        return prepare_parts(request, arguments, in_parts, quiet=quiet)
+
+    def run(request: PrepareRequest, expected: int | None = None) -> PrepareResult:
+        if not scheme_of(output):
+            return run_here(request, expected)
+        return prepare_and_upload(request, lambda: run_here(request, expected), quiet=quiet)
 
     with downloads_shown(None) if quiet else nullcontext():
         if corpus and in_parts and corpus.dataset:
@@ -418,11 +446,11 @@ def prepared_as_json(results: Sequence[PrepareResult]) -> dict[str, Any]:
     keys = [key for result in results for key in result.keys]
     return {
         "sets": [
-            {"name": str(new_set.prefix), "key": key.key, **asdict(new_set.info)}
+            {"name": named(new_set.prefix), "key": key.key, **asdict(new_set.info)}
             for key in keys
             for new_set in key.sets
         ],
-        "ledgers": [{"file": str(key.ledger_file), **key.ledger.as_json()} for key in keys],
+        "ledgers": [{"file": named(key.ledger_file), **key.ledger.as_json()} for key in keys],
         "text_bytes": sum(result.text_bytes for result in results),
         "new_text_bytes": sum(result.new_text_bytes for result in results),
         "seconds": sum(result.seconds for result in results),
@@ -436,8 +464,8 @@ def report_prepared(result: PrepareResult) -> None:
         for new_set in key.sets:
             info = new_set.info
             typer.echo(
-                f"{new_set.prefix}: {info.tokens:,} tokens in {info.documents:,} documents from "
-                f"{format_bytes(info.text_bytes or 0)} of text, {info.format}, {info.dtype}"
+                f"{named(new_set.prefix)}: {info.tokens:,} tokens in {info.documents:,} documents "
+                f"from {format_bytes(info.text_bytes or 0)} of text, {info.format}, {info.dtype}"
             )
         ledger = key.ledger
         dropped = sum(ledger.dropped.values())
@@ -449,7 +477,7 @@ def report_prepared(result: PrepareResult) -> None:
         for place in ledger.places[:5]:
             typer.echo(f"    {place.origin}: {place.reason.value}")
         if dropped > 5:
-            typer.echo(f"    more places: {key.ledger_file}")
+            typer.echo(f"    more places: {named(key.ledger_file)}")
         for why, count in ledger.skipped.items():
             typer.echo(f"  skipped {count:,}: {why.value}")
         for skipped in ledger.skipped_places[:5]:

@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -27,13 +27,9 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.exits import stop_signals
 from gristmill.base.process import usable_cores
 from gristmill.base.units import format_bytes, format_count
+from gristmill.cli.parts_page import PartsPage, check_page, status_as_json
 from gristmill.cli.prepare_dedup import show_dedup
 from gristmill.cli.progress import ProgressLine
-from gristmill.config.load import load_launch
-from gristmill.launch.jobs.batch import has_no_effect
-from gristmill.launch.jobs.slurm import Slurm
-from gristmill.launch.jobs.submit import gristmill_command
-from gristmill.launch.tasks import LocalTasks, SlurmTasks
 from gristmill.text.prepare.all_parts import (
     PartsListener,
     PartsProgress,
@@ -138,7 +134,7 @@ def characters_of(request: PrepareRequest, in_parts: bool) -> Tokenizer:
 
 ATTEMPTS = 3
 _NOT_OF_A_PART = frozenset(
-    "engine at_once attempts ray_address launch status part parts workers as_json quiet "
+    "engine at_once attempts ray_address launch status page part parts workers as_json quiet "
     "corpora dialect dedup_group".split()
 )
 """Options that concern all parts together, or that each part is given anew."""
@@ -204,6 +200,15 @@ Status = Annotated[
     ),
 ]
 
+Page = Annotated[
+    Path | None,
+    _parts_option(
+        metavar="FILE.html",
+        help="With --status, write a page of how far all parts are; with --engine, keep it up to "
+        "date while they run.",
+    ),
+]
+
 
 @dataclass(frozen=True)
 class PartsOptions:
@@ -218,6 +223,7 @@ class PartsOptions:
     ray_address: str | None
     launch: Sequence[str]
     """Settings of the jobs of Slurm."""
+    page: Path | None = None
 
 
 def check_parts_options(
@@ -230,8 +236,10 @@ def check_parts_options(
     attempts: int | None,
     ray_address: str | None,
     launch: Sequence[str],
+    page: Path | None,
 ) -> PartsOptions | None:
     """How all parts are run; None if this command does one part or the whole."""
+    check_page(page, for_parts=engine is not None)
     if engine is None:
         given = {"--at-once": at_once, "--attempts": attempts, "--ray-address": ray_address}
         given["--launch"] = len(launch) or None
@@ -269,10 +277,11 @@ def check_parts_options(
         workers or 1,
         ray_address,
         launch,
+        page,
     )
 
 
-def part_arguments(context: typer.Context, options: PartsOptions) -> list[str]:
+def part_arguments(context: typer.Context, options: PartsOptions, *, output: Path) -> list[str]:
     """The arguments of `gristmill` for one part: those of this command, and room for its number."""
     words = ["prepare"]
     arguments: list[str] = []
@@ -281,7 +290,7 @@ def part_arguments(context: typer.Context, options: PartsOptions) -> list[str]:
         source = context.get_parameter_source(name)
         if name in _NOT_OF_A_PART or source is None or source.name != "COMMANDLINE":
             continue
-        value = context.params[name]
+        value: Any = output if name == "output" else context.params[name]
         if parameter.param_type_name == "argument":
             arguments += map(str, value)
         elif isinstance(value, bool):
@@ -304,9 +313,15 @@ def prepare_parts(
     """Run all parts and merge them, with progress."""
     logs = str(Path(log_pattern(request, options.parts)).absolute())
     engine = _build_engine(arguments, options, logs=logs, name=request.name)
+    page = PartsPage(options.page, request.output)
     with ProgressLine("preparing", quiet=quiet) as line, _stopped_by_signals():
 
+        def note(message: str) -> None:
+            line.say(message)
+            page.note(message)
+
         def show(state: PartsProgress) -> None:
+            page.follow(state)
             waiting = state.parts - state.done - state.running - state.failed
             failed = f", {state.failed:,} failed" if state.failed else ""
             rate = format_bytes(state.new_text_bytes / max(state.seconds, 1e-9))
@@ -325,6 +340,7 @@ def prepare_parts(
             )
 
         def show_copy(state: CopyProgress) -> None:
+            page.merging()
             line.update(
                 state.tokens, state.tokens_total, f"merging, {format_count(state.tokens)} tokens"
             )
@@ -333,14 +349,20 @@ def prepare_parts(
             line.update(done, total, f"verifying, {format_bytes(done)}")
 
         deduplicating = functools.partial(show_dedup, line)
-        listener = PartsListener(show, show_copy, show_check, deduplicating, line.say)
+        listener = PartsListener(show, show_copy, show_check, deduplicating, note)
         try:
             result = prepare_in_parts(
                 request, options.parts, engine, attempts=options.attempts, listener=listener
             )
         except KeyboardInterrupt:
             line.say("interrupted: run the same command again to resume")
+            page.write("Interrupted: the same command resumes.", of=options.parts)
             raise
+        except UserError as error:
+            page.note(error.problems[0].what)
+            page.write("Stopped by an error.", of=options.parts)
+            raise
+    page.finish()
     shutil.rmtree(_job_folder(request.name), ignore_errors=True)
     return result
 
@@ -359,6 +381,8 @@ def _build_engine(
             arguments, logs=logs, at_once=at_once, cores=options.workers, address=address
         )
 
+    from gristmill.launch.tasks import LocalTasks
+
     command = [sys.executable, "-m", "gristmill", *arguments]
     fitting = max(1, usable_cores() // options.workers)
     return LocalTasks(command, logs=logs, at_once=at_once or fitting)
@@ -367,6 +391,12 @@ def _build_engine(
 def _slurm_engine(
     arguments: Sequence[str], options: PartsOptions, *, logs: str, name: Path
 ) -> TaskEngine:
+    # A preparation without jobs starts sooner without their settings.
+    from gristmill.config.load import load_launch
+    from gristmill.launch.jobs.batch import has_no_effect
+    from gristmill.launch.jobs.slurm import Slurm
+    from gristmill.launch.jobs.submit import gristmill_command
+    from gristmill.launch.tasks import SlurmTasks
 
     # A part is one process on one node, whatever it is asked for.
     settings = (f"cpus_per_process={options.workers}", *options.launch)
@@ -409,11 +439,16 @@ def _stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def show_parts(output: Path, parts: int | None, *, as_json: bool, quiet: bool) -> None:
+def show_parts(
+    output: Path, parts: int | None, *, page: Path | None, as_json: bool, quiet: bool
+) -> None:
     """Print how far all parts are; exits with 75 if any is not done."""
     statuses = part_statuses(output, parts)
     counts = Counter(status.state.value for status in statuses)
     complete = all(status.state is PartState.DONE for status in statuses)
+    if statuses:
+        doing = "All parts are done." if complete else "Not all parts are done."
+        PartsPage(page, output).write(doing, of=parts)
     if as_json:
         value = {
             "name": str(output),
@@ -421,23 +456,13 @@ def show_parts(output: Path, parts: int | None, *, as_json: bool, quiet: bool) -
             "complete": complete,
             "counts": counts,
             "sets": [str(prefix) for prefix in finished_sets(output)],
-            "status": [_status_as_json(status) for status in statuses],
+            "status": [status_as_json(status) for status in statuses],
         }
         typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
     elif not quiet:
         _print_statuses(output, statuses, counts)
     if not complete:
         raise typer.Exit(Exit.STOPPED)
-
-
-def _status_as_json(status: PartStatus) -> dict[str, Any]:
-    return {
-        "part": status.part.number,
-        "state": status.state.value,
-        **asdict(status.counts),
-        "what": status.what,
-        "log": str(status.log) if status.log else None,
-    }
 
 
 def _print_statuses(output: Path, statuses: Sequence[PartStatus], counts: Counter[str]) -> None:

@@ -24,12 +24,14 @@ from gristmill.cli.options import (
     Output,
     Overwrite,
     Quiet,
+    ReadFormat,
     ShardSize,
     Sources,
     TokenFormat,
     output_option,
 )
 from gristmill.cli.progress import ProgressLine
+from gristmill.cli.tokens_copy import COPY, copy_set
 from gristmill.cli.tokens_origins import FIND, WHICH, find_text, which_documents
 from gristmill.report.tokens_page import write_tokens_page
 from gristmill.text.prepare.journal import merge_ledgers
@@ -73,19 +75,20 @@ Prefix = Annotated[
     Path, typer.Argument(metavar="NAME", help="Name of the token files, without an ending.")
 ]
 From = Annotated[
-    TokenFormat | None,
+    ReadFormat | None,
     _foreign_option(
         "--from",
         metavar="FORMAT",
-        help="Their format, if it is not recognised: flat, megatron (all of its kinds), llmc or "
-        "npy.",
+        help="Their format, if it is not recognised: flat, megatron (all of its kinds), llmc, npy, "
+        "datatrove or dolma.",
     ),
 ]
 Dtype = Annotated[
     IdType | None,
     _foreign_option(
         metavar="TYPE",
-        help="How ids are stored, with --from flat: uint16 (if not given), uint32 or int32.",
+        help="How ids are stored, with --from flat, datatrove or dolma, where nothing states it: "
+        "uint16, uint32 or int32.",
     ),
 ]
 EndOfText = Annotated[
@@ -107,6 +110,7 @@ MadeBy = Annotated[
 
 tokens.command("which", epilog=WHICH)(which_documents)
 tokens.command("find", epilog=FIND)(find_text)
+tokens.command("copy", epilog=COPY)(copy_set)
 
 
 INSPECT = """

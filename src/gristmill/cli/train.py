@@ -18,8 +18,9 @@ from gristmill.base.exits import follow_supervisor
 from gristmill.base.limits import keep_freed_memory
 from gristmill.base.locks import FolderLock
 from gristmill.base.process import ProcessInfo
-from gristmill.cli.dialects import DialectName, DialectTraining, TranslatedRun, translate_run
+from gristmill.cli.dialects import DialectName, DialectTraining
 from gristmill.cli.options import Overrides, command_options
+from gristmill.cli.translate import TranslatedRun, translate_run
 from gristmill.config.load import load_run
 from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig

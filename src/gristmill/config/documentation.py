@@ -92,3 +92,6 @@ def _paths(tables: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
         yield (*path, key)
         if isinstance(value, dict):
             yield from _paths(value, (*path, key))
+        elif isinstance(value, list):
+            tables = {str(number): one for number, one in enumerate(value) if isinstance(one, dict)}
+            yield from _paths(tables, (*path, key))

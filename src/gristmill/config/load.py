@@ -187,9 +187,15 @@ class _Places:
         for end in range(len(path), 0, -1):
             if inside := [known for known in self.of if known[:end] == path[:end]]:
                 known = path[:end] if path[:end] in inside else inside[0]
-                place = self.of[known] or f"{self.file}:{key_lines(self.text)[known]}"
+                place = self.of[known] or f"{self.file}:{self._line(path, known)}"
                 return f"{place}: {setting}"
         return f"{self.file}: {setting}"
+
+    def _line(self, path: Path_, known: Path_) -> int:
+        """The line of a setting in the file, which may be in a list of tables below a known one."""
+        lines = key_lines(self.text)
+        ends = range(len(path), len(known), -1)
+        return lines[next((path[:end] for end in ends if path[:end] in lines), known)]
 
 
 def dump_run(config: RunConfig) -> str:
@@ -412,6 +418,8 @@ def _problem(details: ErrorDetails, places: _Places) -> Problem:
             if details["input"] == UNSET:
                 return Problem("every run has this table", where, "unset its settings one by one")
             message = f"must be a table, [{dotted}]"
+        case "tuple_type" if _tables(model, path[-1]):
+            message = f"must be a list of tables: write [[{dotted}]], with two brackets"
         case "value_error":
             message = str(details["ctx"]["error"])
         case _:
@@ -453,8 +461,9 @@ def _table_classes(option: Any) -> dict[str, type[BaseModel]]:
         kind = table.model_fields.get("type")
         tag = next((tag.tag for tag in tags if isinstance(tag, Tag)), table.__name__)
         return {str(kind.default) if kind else tag: table}
-    if get_origin(table) not in (Union, UnionType):
+    if get_origin(table) not in (Union, UnionType, tuple):
         return {}
+    # A tuple is a list of tables.
     classes = [_table_classes(member) for member in get_args(table)]
     return {kind: one for some in classes for kind, one in some.items()}
 

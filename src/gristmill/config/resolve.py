@@ -281,7 +281,9 @@ def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resol
 def _validate_every(config: RunConfig, batch: int, steps: int) -> Duration:
     """Twenty times in the run, or less often: validation is to take an eighth of its time at most.
     A window takes a third of the time of a sample that is trained on."""
-    as_steps = (config.validation.windows + config.train_windows) / batch / 3
+    most = config.validation.windows
+    sets = sum(one.windows or most for one in config.validation.sets or ())
+    as_steps = (most + config.train_windows + sets) / batch / 3
     return Duration(max(math.ceil(steps / 20), math.ceil(8 * as_steps)), Unit.STEPS)
 
 

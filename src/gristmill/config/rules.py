@@ -16,6 +16,7 @@ from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import parse_split
 from gristmill.config.hf import NULL, HFConfig, positions
 from gristmill.config.layouts import layout_problems, ramp_problems, xla_fits
+from gristmill.config.mixture_rules import mixture_fits, validation_sets_fit
 from gristmill.config.model import Ability, GPTConfig
 from gristmill.config.optim import (
     AdamConfig,
@@ -65,6 +66,8 @@ def check(
         _tokenizer_fits,
         _order_fits,
         _chat_fits,
+        mixture_fits,
+        validation_sets_fit,
         _precision_fits,
         _schedule_fits,
         _alert_acts,

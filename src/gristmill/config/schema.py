@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, PrivateAttr, Tag, TypeAdapter
 
 from gristmill.config.hf import HFConfig
 from gristmill.config.launch import LaunchConfig
+from gristmill.config.mixture import EpochLimits, StageConfig
 from gristmill.config.model import Ability, GPTConfig, ModelConfig
 from gristmill.config.optim import AdamWConfig, AnyOptimizerConfig, CosineSchedule, ScheduleConfig
 from gristmill.config.parallel import ParallelConfig
@@ -42,6 +43,12 @@ class DataConfig(Settings):
     blend: Literal["proportion", "exhaustive"] | None = None
     """How several sets are mixed; proportion if not given. proportion: by weight, or by size in a
     list. exhaustive: every sample of every set once per epoch, without weights."""
+    stage: Annotated[tuple[StageConfig, ...], Field(strict=False)] | None = None
+    """Stages of the run, each with the shares that the sources in `paths` have then; the same
+    mixture over the whole run if not given."""
+    max_epochs: EpochLimits | None = None
+    """How often a source is read at most: a number for all, or a table such as { code = 4 }. When
+    a source has run dry, its share goes to the others. Without limit if not given."""
     validation: TokenPaths | None = None
     """Token files to validate on, in the same forms; part of `paths` is held out if not given."""
     split: str | None = None
@@ -88,6 +95,11 @@ class DataConfig(Settings):
     before the first step, large ones in the background. Damage ends the run."""
     cache: str | None = None
     """Folder for sample indices, which runs may share; inside the run's folder if not given."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The paths of all sources, without their weights."""
+        return (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
 
     @property
     def by_rows(self) -> bool:
@@ -246,6 +258,17 @@ class TrainConfig(Settings):
     kept until the loss has recovered."""
 
 
+class ValidationSetConfig(Settings):
+    """Further text to validate on, such as that of one domain, whose loss is told by its name."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+    """What its loss is called: letters, digits, dash and underscore."""
+    data: TokenPaths
+    """Token files in the forms of data.paths; all of them is validation text."""
+    windows: Count | None = None
+    """How many windows, spread evenly over it; as many as validate.windows if not given."""
+
+
 class ValidateConfig(Settings):
     """Loss on held-out text, always on the same windows."""
 
@@ -258,6 +281,11 @@ class ValidateConfig(Settings):
     """Also measure the loss on so many windows of the training text, spread over it in the same
     way, as nanoGPT does. None are if not given, except with track.log_format = "decentralized",
     whose lines have this loss: then as many as `windows`."""
+    sets: Annotated[tuple[ValidationSetConfig, ...], Field(strict=False)] | None = Field(
+        default=None, alias="set"
+    )
+    """Further sets, each with a loss of its own in the records, measured whenever the main text is.
+    The best checkpoint is that of the main text."""
 
 
 class SampleConfig(Settings):
@@ -387,6 +415,14 @@ class RunConfig(Settings):
         if self.validation.train_windows is None and self.track.log_format == "decentralized":
             return self.validation.windows
         return self.validation.train_windows or 0
+
+    @property
+    def recorded_sources(self) -> int:
+        """How many sources have their losses recorded with every step; 0 if none."""
+        several = len(self.data.sources) > 1
+        # A step on XLA devices is one function, which knows the loss of the whole batch only.
+        recorded = self.track.sources and several and self.runtime.device != "xla"
+        return len(self.data.sources) if recorded else 0
 
     @property
     def packs_conversations(self) -> bool:

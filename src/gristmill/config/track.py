@@ -153,6 +153,9 @@ class TrackConfig(Settings):
     ] = "15s"
     """How often each host records its use of CPU, memory, disk, network and GPUs; false for
     never."""
+    sources: bool = True
+    """Record the loss of each source with every step, and how much of it was read, where the
+    training text has several."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run folder."""
     wandb: WandbConfig | None = None

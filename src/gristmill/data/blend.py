@@ -1,6 +1,7 @@
 """Which of several token sets sample i comes from, and which of that set's samples it is.
 
-Two ways of mixing, both deterministic and stateless:
+Two ways of mixing, both deterministic and stateless (a third, whose shares change over the run, is
+in `mixture`):
 
     rotation   sample i stands at place i p mod n on a circle of n places, p about n / 1.618 and
                coprime to n; set s owns m(s) neighbouring places, n together. Every round visits
@@ -27,6 +28,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -34,6 +36,18 @@ _CIRCLE = 1 << 40
 _BLOCK = 1 << 12
 _LANES = 1 << 15
 _SHORTEST_LANE = 64
+
+
+class Blend(Protocol):
+    """Says for every sample which set it comes from."""
+
+    def sets(self, begin: int, end: int) -> np.ndarray:
+        """The sets that samples `begin` to `end` (exclusive) come from."""
+        ...
+
+    def taken(self, begin: int) -> np.ndarray:
+        """How many samples of each set come before sample `begin`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,20 +94,18 @@ class Rotation:
         return step
 
     def sets(self, begin: int, end: int) -> np.ndarray:
-        """The sets that samples `begin` to `end` (exclusive) come from."""
         assert (end - begin) * self.round < 1 << 62, "the samples of a step do not overflow"
         offset = begin * self.step % self.round
         places = (np.arange(end - begin, dtype=np.int64) * self.step + offset) % self.round
         return np.searchsorted(np.cumsum(self.places), places, side="right")
 
     def taken(self, begin: int) -> np.ndarray:
-        """How many samples of each set come before sample `begin`."""
         n, step = self.round, self.step
         rounds, inside = divmod(begin, n)
         # Place x lies below a border if floor((x + n - border) / n) is 0, so we count the others.
-        low = _floor_sum(inside, n, step, 0)
+        low = floor_sum(inside, n, step, 0)
         below = [
-            inside - (_floor_sum(inside, n, step, n - border) - low)
+            inside - (floor_sum(inside, n, step, n - border) - low)
             for border in np.cumsum(self.places).tolist()
         ]
         return np.asarray(np.diff(below, prepend=0) + rounds * np.array(self.places))
@@ -105,7 +117,7 @@ def proportional(weights: Sequence[float]) -> Rotation:
     return Rotation(tuple(max(1, round(weight / total * _CIRCLE)) for weight in weights))
 
 
-def _floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
+def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
     """The sum of floor((factor i + offset) / modulus) over i from 0 to count - 1, by the steps of
     Euclid's algorithm."""
     total = 0
@@ -145,9 +157,6 @@ class Greedy:
         total = self._counts[-1]
         partial = np.bincount(self.choices[block * _BLOCK : inside], minlength=len(total))
         return np.asarray(self._counts[block] + partial + rounds * total)
-
-
-Blend = Rotation | Greedy
 
 
 def fused_here() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gristmill.config.mixture import Stage, by_source, source_names
 from gristmill.config.schema import DataConfig
 from gristmill.data.blend import (
     Blend,
@@ -24,6 +25,7 @@ from gristmill.data.dataset import DatasetSplit, Mixture
 from gristmill.data.index_cache import Arrays, cached
 from gristmill.data.loader import JOINED, DocumentRules
 from gristmill.data.megatron_order import MegatronOrder, build_indices, plan_epochs
+from gristmill.data.mixture import MixturePlan, plan_identity, plan_mixture
 from gristmill.data.sampling import (
     PackedShuffled,
     RandomWindows,
@@ -34,6 +36,8 @@ from gristmill.data.sampling import (
 )
 from gristmill.data.stream import SampleStream
 
+MIXTURE = "data.stage (order)"
+"""The fact about the order that only has to stay the same for the samples that are done."""
 SURPLUS = 0.005
 """Megatron makes this many more samples of each set than the weights of a blend ask for."""
 WORTH_CACHING = 1 << 20
@@ -50,6 +54,10 @@ class OrderSpec:
     """Samples that Megatron's order is made for."""
     cache: Path | None
     """Folder for indices that take long to build; None caches nothing."""
+    end: int = 0
+    """Samples of the whole run."""
+    stages: tuple[Stage, ...] = ()
+    """The stages of its mixture, if that changes."""
 
 
 _WINDOWS: dict[str, type[Windows]] = {
@@ -69,13 +77,44 @@ def build_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleS
         for number, split in enumerate(train.splits)
     )
     epochs = [index.epoch for index in indices]
-    blend = None
-    if config.blend == "exhaustive":
+    blend: Blend | None = None
+    if (plan := build_plan(config, train, spec)) is not None:
+        blend = plan.blend
+    elif config.blend == "exhaustive":
         blend = Rotation(tuple(epochs))
     elif len(indices) > 1:
         blend = proportional(train.weights or epochs)
     sets = tuple(split.source for split in train.splits)
     return SampleStream(sets, indices, blend, spec.sequence)
+
+
+def build_plan(config: DataConfig, train: Mixture, spec: OrderSpec) -> MixturePlan | None:
+    """How the stages and limits of a run mix its sources; None if it has neither."""
+    if config.stage is None and config.max_epochs is None:
+        return None
+    stages = spec.stages
+    if not stages:
+        weights = tuple(map(float, train.weights or epochs_of(config, train, spec)))
+        stages = (Stage(0, spec.end, weights),)
+    limits = epoch_limits(config, epochs_of(config, train, spec))
+    return plan_mixture(stages, limits, names=source_names(config.sources))
+
+
+def epochs_of(config: DataConfig, train: Mixture, spec: OrderSpec) -> list[int]:
+    """Samples of each set that visit it once."""
+    return [_index(config, split, spec, seed=0).epoch for split in train.splits]
+
+
+def epoch_limits(config: DataConfig, epochs: Sequence[int]) -> list[int | None]:
+    """The most samples of each set that may be read, given those that visit it once."""
+    limits = config.max_epochs
+    if not isinstance(limits, dict):
+        return [None if limits is None else int(limits * epoch) for epoch in epochs]
+    found = by_source(limits, config.sources)
+    return [
+        int(found[number] * epoch) if number in found else None
+        for number, epoch in enumerate(epochs)
+    ]
 
 
 def _index(config: DataConfig, split: DatasetSplit, spec: OrderSpec, *, seed: int) -> SampleIndex:
@@ -108,7 +147,7 @@ def _megatron_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> Sam
         _megatron_index(split, spec, samples=samples, order=config.order)
         for split, samples in zip(train.splits, requested, strict=True)
     )
-    blend = None
+    blend: Blend | None = None
     if not _is_single(config, train):
         epochs = [index.epoch for index in indices]
         blend = _megatron_blend(config, train.weights, epochs=epochs, spec=spec)
@@ -187,6 +226,9 @@ def _megatron_index(
 def order_identity(config: DataConfig, train: Mixture, spec: OrderSpec) -> dict[str, Any]:
     """What else, besides content and order, must stay the same for the samples to stay the same."""
     facts: dict[str, Any] = {}
+    if (plan := build_plan(config, train, spec)) is not None:
+        # Only what lies behind a run must stay as it was: see `same_until`.
+        return {MIXTURE: plan_identity(plan)}
     several = len(train.splits) > 1
     if several:
         facts["data.blend"] = config.blend or "proportion"

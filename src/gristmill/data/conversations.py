@@ -30,6 +30,7 @@ from gristmill.data.dataset import (
     DatasetSplit,
     Mixture,
     RunData,
+    ValidationSet,
     path_list,
     path_weights,
 )
@@ -169,6 +170,27 @@ def open_conversations(config: DataConfig, encoder: ChatEncoder, options: ChatOp
     if not options.together:
         notes.append("this model cannot keep conversations apart: each has a sample of its own")
     return RunData(train, validation, tuple(notes), tuple(warnings))
+
+
+def open_chat_sets(
+    config: RunConfig, encoder: ChatEncoder, options: ChatOptions
+) -> tuple[ValidationSet, ...]:
+    """Open the further sets of conversations to validate on."""
+    found = list[ValidationSet]()
+    for number, one in enumerate(config.validation.sets or ()):
+        sets = [_open_set(path, encoder, options, []) for path in path_list(one.data)]
+        whole = [(each, range(len(each.starts) - 1)) for each in sets]
+        text, _ = _mixture(whole, path_weights(one.data), options)
+        if text is None:
+            raise UserError(
+                f"no conversation of the validation set {one.name!r} has an answer in its first "
+                f"{options.sequence + 1} tokens",
+                where=f"validate.set.{number}.data",
+                remedy="raise data.sequence, or give more conversations",
+                exit=Exit.DATA,
+            )
+        found.append(ValidationSet(one.name, text, one.windows or config.validation.windows))
+    return tuple(found)
 
 
 def _cut(count: int, shares: Sequence[float]) -> list[range]:

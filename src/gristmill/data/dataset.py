@@ -18,7 +18,7 @@ import numpy as np
 
 from gristmill.base.errors import Exit, Problem, UserError
 from gristmill.base.units import split_shares
-from gristmill.config.schema import DataConfig
+from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.config.settings import TokenPaths
 from gristmill.data.intact import TokenFileWatch
 from gristmill.data.megatron_order import row_table, split_rows
@@ -72,6 +72,15 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class ValidationSet:
+    """Further validation text, whose loss is told by a name."""
+
+    name: str
+    text: Mixture
+    windows: int
+
+
+@dataclass(frozen=True)
 class RunData:
     """What a run trains and validates on."""
 
@@ -81,6 +90,14 @@ class RunData:
     """What was found."""
     warnings: tuple[str, ...] = ()
     """What was left out of it."""
+    sets: tuple[ValidationSet, ...] = ()
+    """What else it validates on."""
+
+    @property
+    def mixtures(self) -> list[Mixture]:
+        """All that is read."""
+        main = [self.train] if self.validation is None else [self.train, self.validation]
+        return [*main, *(one.text for one in self.sets)]
 
 
 def path_list(paths: TokenPaths) -> tuple[str, ...]:
@@ -116,6 +133,31 @@ def open_data(config: DataConfig, *, sequence: int) -> RunData:
     _require_training_windows(train, sequence)
     validation = _validation(held, held_weights, sequence, config) if held else None
     return RunData(Mixture(tuple(train), weights), validation)
+
+
+def open_validation_sets(
+    config: RunConfig, train: Mixture, *, sequence: int
+) -> tuple[ValidationSet, ...]:
+    """Open the further sets of validation text in token files."""
+    found = list[ValidationSet]()
+    for number, one in enumerate(config.validation.sets or ()):
+        where = f"validate.set.{number}.data"
+        held = [
+            _whole(open_set(path, in_memory=config.data.in_memory)) for path in path_list(one.data)
+        ]
+        _require_same_tokenizer(train.splits, held, where=where)
+        text = _with_windows(held, path_weights(one.data), sequence)
+        if text is None:
+            longest = max(len(split.tokens) for split in held)
+            raise UserError(
+                f"the validation set {one.name!r} has {longest} tokens, too few for one window of "
+                f"{sequence} + 1",
+                where=where,
+                remedy="prepare more text, or shorten data.sequence",
+                exit=Exit.DATA,
+            )
+        found.append(ValidationSet(one.name, text, one.windows or config.validation.windows))
+    return tuple(found)
 
 
 def open_set(path: str, *, in_memory: bool = False, rows: bool = False) -> OpenTokenSet:
@@ -199,12 +241,9 @@ def _validation(
     config: DataConfig,
 ) -> Mixture:
     """The splits that hold at least one window; refuses validation text in which none does."""
-    kept = [number for number, split in enumerate(held) if len(split.tokens) > sequence]
-    if kept:
-        return Mixture(
-            tuple(held[number] for number in kept),
-            weights and tuple(weights[number] for number in kept),
-        )
+    found = _with_windows(held, weights, sequence)
+    if found is not None:
+        return found
     longest = max(held, key=lambda split: len(split.tokens))
     rows = "" if longest.rows is None else f" in {len(longest.rows)} rows"
     raise UserError(
@@ -214,6 +253,19 @@ def _validation(
         remedy=_smallest_holdout(longest, sequence)
         or 'hold out more (data.split = "9,1"), or shorten data.sequence',
         exit=Exit.DATA,
+    )
+
+
+def _with_windows(
+    held: Sequence[DatasetSplit], weights: tuple[float, ...] | None, sequence: int
+) -> Mixture | None:
+    """The splits that hold at least one window; None if none does."""
+    kept = [number for number, split in enumerate(held) if len(split.tokens) > sequence]
+    if not kept:
+        return None
+    return Mixture(
+        tuple(held[number] for number in kept),
+        weights and tuple(weights[number] for number in kept),
     )
 
 
@@ -233,11 +285,16 @@ def _smallest_holdout(split: DatasetSplit, sequence: int) -> str | None:
     return f'hold out at least {held} of the {rows} rows: data.split = "{rows - held},{held}"'
 
 
-def _require_same_tokenizer(train: Sequence[DatasetSplit], held: Sequence[DatasetSplit]) -> None:
+def _require_same_tokenizer(
+    train: Sequence[DatasetSplit],
+    held: Sequence[DatasetSplit],
+    *,
+    where: str = "data.validation",
+) -> None:
     """Token files of other programs name no tokenizer; training proves those by their ids."""
     known = [
-        (split.path, made_with, where)
-        for splits, where in ((train, "data.paths"), (held, "data.validation"))
+        (split.path, made_with, place)
+        for splits, place in ((train, "data.paths"), (held, where))
         for split in splits
         if (made_with := split.reader.info.tokenizer) is not None
     ]
@@ -246,10 +303,10 @@ def _require_same_tokenizer(train: Sequence[DatasetSplit], held: Sequence[Datase
         Problem(
             f"{path} was made with a different tokenizer than {known[0][0]} "
             f"({theirs[:12]} and {known[0][1][:12]})",
-            where=where,
+            where=place,
             remedy=remedy,
         )
-        for path, theirs, where in known[1:]
+        for path, theirs, place in known[1:]
         if theirs != known[0][1]
     ]
     if problems:

@@ -50,6 +50,10 @@ class Batch:
     """Position of each token; None if that is its position in the sample."""
     documents_BT: torch.Tensor | None = None
     """Document number of each token, for attention within documents; None if it crosses them."""
+    sources_B: torch.Tensor | None = None
+    """The source of each sample, where losses are summed by source."""
+    source_tokens: tuple[float, ...] = ()
+    """The part of `loss_tokens` of each source, likewise."""
 
     @property
     def samples(self) -> int:
@@ -126,10 +130,13 @@ def make_batch(
     *,
     doc_starts_BS: np.ndarray | None = None,
     loss_mask_BS: np.ndarray | None = None,
+    sources_B: np.ndarray | None = None,
+    sources: int = 0,
     rules: DocumentRules = JOINED,
     pin: bool = False,
 ) -> Batch:
-    """Inputs and targets from samples of T + 1 tokens, and whatever the rules require."""
+    """Inputs and targets from samples of T + 1 tokens, and whatever the rules require.
+    `sources_B`: which of so many `sources` each is from, if losses are to be summed by source."""
     inputs_BT = ids_BS[:, :-1]
     weights = positions = documents = None
     loss_tokens = float(inputs_BT.size)
@@ -147,6 +154,12 @@ def make_batch(
         positions = _tensor(restarted_positions(doc_starts_BT), torch.int64, pin)
     if doc_starts_BT is not None and rules.attention:
         documents = _tensor(np.cumsum(doc_starts_BT, axis=1, dtype=np.int32), torch.int32, pin)
+    by_sample_B: np.ndarray = np.full(len(ids_BS), inputs_BT.shape[1], np.float64)
+    if weights is not None:
+        by_sample_B = weights.numpy().sum(axis=1, dtype=np.float64)
+    by_source = list[float]()
+    if sources_B is not None:
+        by_source = np.bincount(sources_B, by_sample_B, minlength=sources).tolist()
     return Batch(
         _tensor(inputs_BT, torch.int64, pin),
         _tensor(ids_BS[:, 1:], torch.int64, pin),
@@ -154,6 +167,8 @@ def make_batch(
         loss_tokens,
         positions,
         documents,
+        None if sources_B is None else _tensor(sources_B, torch.int64, pin),
+        tuple(by_source),
     )
 
 
@@ -208,6 +223,8 @@ class Loader:
     """Every id must be below this number; not checked if not given."""
     ramp: BatchRamp | None = None
     """How the batch grows to its full size; constant if not given."""
+    notes_sources: bool = False
+    """Whether batches say which source each sample is from."""
     effort: LoaderEffort = field(default_factory=LoaderEffort, compare=False)
 
     def __post_init__(self) -> None:
@@ -234,6 +251,7 @@ class Loader:
         doc_starts = self.rules.doc_starts == "files"
         samples = self.stream.read(mine.reshape(-1), doc_starts=doc_starts, vocab=self.vocab)
         shape = (-1, self.micro_batch, self.stream.sequence + 1)
+        sources_B = samples.sources_B if self.notes_sources else None
 
         def part(values_BS: np.ndarray | None, number: int) -> np.ndarray | None:
             return None if values_BS is None else values_BS.reshape(shape)[number]
@@ -243,6 +261,8 @@ class Loader:
                 ids_BS,
                 doc_starts_BS=part(samples.doc_starts_BS, number),
                 loss_mask_BS=part(samples.loss_mask_BS, number),
+                sources_B=None if sources_B is None else sources_B.reshape(shape[:2])[number],
+                sources=len(self.stream.sets),
                 rules=self.rules,
                 pin=self.pin,
             )

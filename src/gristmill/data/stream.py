@@ -35,6 +35,8 @@ class Samples:
     doc_starts_BS: np.ndarray | None
     loss_mask_BS: np.ndarray | None = None
     """Which ids count in the loss when they are predicted; None if all do."""
+    sources_B: np.ndarray | None = None
+    """Which of several sets each sample is from; None if there is only one."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,11 @@ class SampleStream:
                 doc_starts_BS[rows] = found.doc_starts_BS
             if loss_mask_BS is not None and found.loss_mask_BS is not None:
                 loss_mask_BS[rows] = found.loss_mask_BS
-        return Samples(ids_BS, doc_starts_BS, loss_mask_BS)
+        return Samples(ids_BS, doc_starts_BS, loss_mask_BS, choice.sets)
+
+    def taken(self, samples: int) -> list[int]:
+        """How many of the first samples are from each set."""
+        return [samples] if self.blend is None else self.blend.taken(samples).tolist()
 
     def check_files(self) -> None:
         """Refuse to continue if token files changed."""

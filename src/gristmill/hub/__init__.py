@@ -1,1 +1,1 @@
-"""The Hugging Face Hub, and files from the network: a thin layer over huggingface_hub."""
+"""The Hugging Face Hub, files from the network, and objects of stores elsewhere."""

@@ -173,7 +173,7 @@ def ask_hub(
                     )
                 )
                 raise DataError(what, where=where, remedy=how) from error
-        _tell_wait(failure.symptom, wait)
+        tell_wait(failure.symptom, wait)
         time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
 
@@ -192,16 +192,16 @@ class _WaitNotes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if match := _WAIT.search(record.getMessage()):
             why = "too many requests" if match[1].startswith("Rate") else "no answer"
-            _tell_wait(why, float(match[2]))
+            tell_wait(why, float(match[2]))
 
 
-def _tell_wait(why: str, seconds: float) -> None:
-    """Tell of a wait, unless one for the same reason was told a moment ago."""
+def tell_wait(why: str, seconds: float, *, who: str = "Hugging Face") -> None:
+    """Tell of a wait for somebody, unless one for the same reason was told a moment ago."""
     now = time.monotonic()
     display = _DISPLAYS[-1]
     if display and (why not in _told or now >= _told[why] + _TELL_EVERY):
         _told[why] = now + seconds
-        display.note(f"Hugging Face: {why}; trying again in {format_seconds(seconds)}")
+        display.note(f"{who}: {why}; trying again in {format_seconds(seconds)}")
 
 
 class _Failure:

@@ -35,7 +35,7 @@ from gristmill.models.hf_classes import (
     logit_function,
     meta_model,
 )
-from gristmill.models.loss import linear_cross_entropy
+from gristmill.models.loss import linear_cross_entropy, sums_of
 from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
 from gristmill.models.spec import (
     PLAIN_EXECUTION,
@@ -290,8 +290,12 @@ def _plain_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, terms: LossT
     if terms.by_sample:
         total = torch.stack([losses_T.sum() for losses_T in losses_N.view_as(targets_BT)])
     else:
-        total = losses_N.sum()
-    return Loss(total if terms.scale is None else total * terms.scale, total.detach())
+        if terms.sources_B is not None:
+            sources_BT = terms.sources_B[:, None].expand_as(targets_BT)
+            terms = terms._replace(sources_B=sources_BT.flatten())
+        total = sums_of(losses_N, terms)
+    scaled = total[0] if terms.sources else total
+    return Loss(scaled if terms.scale is None else scaled * terms.scale, total.detach())
 
 
 @contextmanager

@@ -130,6 +130,9 @@ def _batch_loss(
         terms = terms._replace(scale=torch.ones((), device=hidden.device))
     if terms.loss_weights_BT is not None:
         terms = terms._replace(loss_weights_BT=terms.loss_weights_BT.flatten())
+    if terms.sources_B is not None:
+        sources_BT = terms.sources_B[:, None].expand(-1, targets.shape[-1])
+        terms = terms._replace(sources_B=sources_BT.flatten())
     tokens = TokenTargets(targets.flatten())
     borders = [targets.shape[-1]]
     if options.wants_gradient:
@@ -180,7 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.trains_head, ctx.trains_bias = trains, trains and bias_V is not None
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(total)
-        return total * terms.scale, total
+        return (total[0] if terms.sources else total) * terms.scale, total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -281,7 +284,7 @@ def _over_slices(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same, given the slices of tokens and a head for each."""
     device, wants_gradient, trains_head = hidden_ND.device, *options[-2:]
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    total = torch.zeros(terms.totals, dtype=torch.float32, device=device)
     d_hidden = torch.empty_like(hidden_ND) if wants_gradient else hidden_ND.new_empty(0)
     # Accumulated over slices in fp32, whatever the head's dtype; with room for rows of padding.
     rows = head_VD.shape[0]
@@ -305,8 +308,18 @@ def _over_slices(
             del d_logits  # frees the memory for the next slice
         else:
             losses, _ = head.losses(hidden, targets, None, None)
-        total += (losses * weights).sum()
+        total += sums_of(losses * weights, terms, part)
     return total, d_hidden, d_head[:rows].to(head_VD.dtype), d_bias[:rows].to(head_VD.dtype)
+
+
+def sums_of(losses_N: torch.Tensor, terms: LossTerms, part: slice = slice(None)) -> torch.Tensor:
+    """The sum of some tokens' losses, and if the terms ask for it that of each source's."""
+    if terms.sources_B is None:
+        return losses_N.sum()
+    numbers_S1 = torch.arange(terms.sources, device=losses_N.device)[:, None]
+    of_source_SN = terms.sources_B[part] == numbers_S1
+    sums_S = torch.where(of_source_SN, losses_N, 0.0).sum(dim=1)
+    return torch.cat([losses_N.sum()[None], sums_S])
 
 
 def _add_gradient(
@@ -354,8 +367,9 @@ _sliced_op = torch.library.custom_op(
 def _(
     hidden_ND: torch.Tensor, head_VD: torch.Tensor, bias_V: torch.Tensor | None, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, options, _ = unpacked(rest)
-    total, none = hidden_ND.new_empty((), dtype=torch.float32), head_VD.new_empty(0)
+    _, options, terms = unpacked(rest)
+    total = hidden_ND.new_empty(terms.totals, dtype=torch.float32)
+    none = head_VD.new_empty(0)
     d_hidden = torch.empty_like(hidden_ND) if options.wants_gradient else hidden_ND.new_empty(0)
     if not options.trains_head:
         return total, d_hidden, none, head_VD.new_empty(0)

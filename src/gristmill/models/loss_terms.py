@@ -37,6 +37,15 @@ class LossTerms(NamedTuple):
     """Soft cap of the logits, which the model itself sets."""
     by_sample: bool = False
     """Whether the losses of all samples are wanted, in shape (B), rather than their sum."""
+    sources_B: torch.Tensor | None = None
+    """The source of each sample, for sums by source; None if they are not wanted."""
+    sources: int = 0
+    """How many sources there are, if they are."""
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """The shape of the sums of a batch: a scalar, or the sum and then that of each source."""
+        return (1 + self.sources,) if self.sources else ()
 
     def of_samples(self, samples: slice) -> LossTerms:
         """The same loss of some samples, with a single sum."""

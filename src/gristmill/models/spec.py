@@ -77,7 +77,8 @@ class Loss(NamedTuple):
     scaled: torch.Tensor
     """The sum times the requested scale, for `backward`."""
     total: torch.Tensor
-    """The plain sum in nats, detached, for reports."""
+    """The plain sum in nats, detached, for reports; where the terms ask for sums by source, those
+    come after it in the same tensor."""
 
 
 ADAPTER_PARTS = ("lora_a", "lora_b")

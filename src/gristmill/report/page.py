@@ -144,6 +144,7 @@ def _run(
         },
         "train": digest.train,
         "validation": digest.validation,
+        "parts": digest.parts,
         "samples": digest.samples(),
         "evaluations": newest_results(folder.evals, warn=warn),
         "scores": score_curves(folder.evals),

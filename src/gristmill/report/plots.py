@@ -27,7 +27,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gristmill.report.reading import STEPS, VALIDATION, GroupRows, LineReader
+from gristmill.report.reading import SOURCE, STEPS, VALIDATION, GroupRows, LineReader
 from gristmill.report.thinning import Curves
 from gristmill.track.metrics import EventRecord, Record, SampleRecord, StragglerRecord
 
@@ -46,6 +46,7 @@ STEP_CURVES = (
     *("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "loss_scale"),
     *("sent_bytes", "mixing", "sync_wait"),
 )
+PART_CURVES = ("loss", "tokens", "perplexity", "bits_per_byte")
 VALIDATION_CURVES = ("loss", "perplexity", "bits_per_byte", "consensus_distance")
 
 
@@ -316,6 +317,17 @@ class RunDigest:
     def validation(self) -> dict[str, Any]:
         """The curves of the validations, as the report's page reads them."""
         return plotted(self.groups.get(VALIDATION, Curves(2)), VALIDATION_CURVES)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The curves of each source and of each further set of validation text, by what their
+        names begin with."""
+        groups = [
+            group
+            for group in self.groups
+            if group.startswith(SOURCE) or (group.startswith(VALIDATION) and group != VALIDATION)
+        ]
+        return {group: plotted(self.groups[group], PART_CURVES) for group in sorted(groups)}
 
     def samples(self) -> list[dict[str, Any]]:
         """Samples grouped by step, the last step always among them."""

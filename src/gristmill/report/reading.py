@@ -8,6 +8,7 @@ holds a number is found by its presence: also those that only a newer version wr
     validation   validation.loss, …
     evaluation   evaluation.NAME.METRIC, with the standard error
     system       system.HOST.cpu_use, …
+    of a source, or a further set of validation text:   source.NAME.loss, validation.NAME.loss, …
 
 What holds texts (samples, events, stragglers) is made into records.
 """
@@ -25,6 +26,7 @@ import numpy.typing as npt
 
 from gristmill.report.thinning import Doubles
 from gristmill.track.metrics import (
+    PARTS,
     EvaluationRecord,
     EventRecord,
     Record,
@@ -43,6 +45,9 @@ _MOST_LAYOUTS = 512
 STEPS = ""
 """The group of the curves of steps."""
 VALIDATION = "validation."
+SOURCE = "source."
+_PART_GROUPS = {"sources": SOURCE, "sets": VALIDATION}
+"""What the curves of parts of a record begin with, by the field that holds them."""
 VALUE, ERROR = "value", "stderr"
 """The curves of a group of evaluations."""
 _NO_CURVES = "\n"
@@ -71,6 +76,8 @@ class _Layout(NamedTuple):
     """The fields that hold numbers."""
     pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None
     """The step, the tokens, the time and those numbers; None for kinds that are not known."""
+    parts: tuple[str, ...] = ()
+    """The fields that hold numbers of several things by name."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,7 @@ class LineReader:
         values, wrong = self._values(lines), list[tuple[int, str]]()
         try:
             block = self._collect(lines, values, wrong, careful=False).block()
-        except (ValueError, TypeError, LookupError, OverflowError):
+        except (ValueError, TypeError, LookupError, OverflowError, AttributeError):
             wrong = []
             block = self._collect(lines, values, wrong, careful=True).block()
         for number, why in wrong:
@@ -245,8 +252,10 @@ class LineReader:
             rows = found.rows_of(_group(layout.kind, value), layout.names)
             rows.numbers.append(found.count)
             rows.values.append(layout.pick(value))
+            for name in layout.parts:
+                _collect_parts(found, _PART_GROUPS[name], value, value[name] or {})
             found.count += 1
-            if layout.kind == StepRecord.kind:
+            if layout.kind == StepRecord.kind and not layout.parts:
                 # Nearly all lines are such, and need less when they follow each other.
                 steps, own, pick = layout, rows, layout.pick
         return found
@@ -263,10 +272,22 @@ class LineReader:
             known.pop("kind", None)
             keys, value = tuple(value), {**value, **known}
             names = () if record.kind in _TEXTS else tuple(_numbers(record, value))
-            layout = _Layout(record.kind, names, itemgetter(*_STAMP, *names))
+            parts = tuple(name for name in PARTS if name in value and name in _FIELDS[record.kind])
+            layout = _Layout(record.kind, names, itemgetter(*_STAMP, *names), parts)
         if len(self._layouts) < _MOST_LAYOUTS:
             self._layouts[keys] = layout
         return layout, value
+
+
+def _collect_parts(
+    found: _Collected, prefix: str, value: Mapping[str, Any], parts: Mapping[str, Any]
+) -> None:
+    """Add the numbers of the parts of a record, each part a group of its own."""
+    stamp = tuple(value[name] for name in _STAMP)
+    for name, numbers in parts.items():
+        rows = found.rows_of(f"{prefix}{name}.", tuple(numbers))
+        rows.numbers.append(found.count)
+        rows.values.append((*stamp, *numbers.values()))
 
 
 def _numbers(record: Record, value: Mapping[str, Any]) -> Iterator[str]:
@@ -280,6 +301,7 @@ def _numbers(record: Record, value: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
+_FIELDS = {kind.kind: set(get_type_hints(kind)) for kind in get_args(Record)}
 _NUMERIC = {
     kind.kind: {
         name

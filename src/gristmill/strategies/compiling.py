@@ -133,6 +133,7 @@ def _key(task: CompileTask, device: str) -> str:
     train, runtime = config.train, config.runtime
     tables = (config.model, config.precision, config.optim)
     terms = training_terms(train, Progress(), torch.empty((), device="meta"))
+    terms = terms._replace(sources=config.recorded_sources)
     loss = [type(term) if isinstance(term, torch.Tensor) else term for term in terms]
     settings = (train.recompute, *loss, runtime.kernels, runtime.deterministic)
     sizes = (task.vocab, task.samples, task.sequence)

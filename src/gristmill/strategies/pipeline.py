@@ -41,7 +41,10 @@ _SEVERAL: dict[str, Callable[..., Any]] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
-_FIELDS = ("tokens_BT", "targets_BT", "loss_weights_BT", "positions_BT", "documents_BT")
+_FIELDS = (
+    *("tokens_BT", "targets_BT", "loss_weights_BT", "positions_BT", "documents_BT"),
+    "sources_B",
+)
 
 
 class StageModule(nn.Module):
@@ -59,11 +62,14 @@ class StageModule(nn.Module):
         self,
         hidden_BTD: torch.Tensor,
         loss_weights_BT: torch.Tensor | None = None,
+        sources_B: torch.Tensor | None = None,
         **batch: torch.Tensor,
     ) -> torch.Tensor:
         """The residual stream after these layers, or the loss. `hidden_BTD` comes from the stage
         before; the first stage gets its tokens there."""
-        terms = self.terms._replace(loss_weights_BT=loss_weights_BT)
+        terms = self.terms._replace(
+            loss_weights_BT=loss_weights_BT, sources_B=sources_B if self.terms.sources else None
+        )
         result = self._model[0].forward_stage(
             hidden_BTD, self.layers, first=self.first, last=self.last, terms=terms, **batch
         )
@@ -98,7 +104,7 @@ class PipelineMicroBatches:
         if done is not None:
             done()
         assert terms.scale is not None
-        return sum(losses, torch.zeros((), device=terms.scale.device))
+        return sum(losses, torch.zeros(terms.totals, device=terms.scale.device))
 
     def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
         """Forward only, as many batches at a time as keep all stages busy."""

@@ -93,8 +93,8 @@ class MicroBatches(Protocol):
         self, batches: Sequence[Batch], terms: LossTerms, done: Callable[[], None] | None = None
     ) -> torch.Tensor:
         """Accumulate gradients of the scaled loss that `terms` describe; returns the sum of this
-        process's unscaled losses. `done` is called when this process's own gradients are
-        computed."""
+        process's unscaled losses, and if they ask for it that of each source. `done` is called
+        when this process's own gradients are computed."""
         ...
 
     def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
@@ -115,7 +115,7 @@ class SequentialMicroBatches:
         self, batches: Sequence[Batch], terms: LossTerms, done: Callable[[], None] | None = None
     ) -> torch.Tensor:
         assert terms.scale is not None
-        total = torch.zeros((), device=terms.scale.device)
+        total = torch.zeros(terms.totals, device=terms.scale.device)
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
             with self.sync.micro_batch(last=last):
@@ -145,7 +145,10 @@ def _loss(model: Callable[..., Any], batch: Batch, terms: LossTerms) -> Loss:
     loss = model(
         batch.tokens_BT,
         targets_BT=batch.targets_BT,
-        terms=terms._replace(loss_weights_BT=batch.loss_weights_BT),
+        terms=terms._replace(
+            loss_weights_BT=batch.loss_weights_BT,
+            sources_B=batch.sources_B if terms.sources else None,
+        ),
         positions_BT=batch.positions_BT,
         documents_BT=batch.documents_BT,
     )
@@ -200,6 +203,8 @@ class Spmd:
         self._everyone = world.groups.along(*world.mesh.sizes)
         self._timer: SyncTimer | None = None
         self._loss_tokens: torch.Tensor | None = None
+        self._by_source: torch.Tensor | None = None
+        """Losses and counted tokens of each source in this step, if the batches know them."""
         # All tp ranks compute the same loss: one of them reports it.
         self._reports_loss = model.shard.last and world.at["tp"] == 0
         self._partial = self._partial_gradients()
@@ -251,8 +256,12 @@ class Spmd:
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.scale
         terms = training_terms(self.train, progress, scale, mtp=self.world.mesh.cp == 1)
+        terms = terms._replace(sources=len(batches[0].source_tokens))
         local = [self._on_device(batch) for batch in batches]
         total = self.micro_batches.forward_backward(local, terms, done)
+        self._by_source = None
+        if terms.sources:
+            self._by_source, total = self._sums_by_source(batches, total[1:]), total[0]
         return StepResult(
             samples=data_ranks * sum(batch.samples for batch in batches),
             tokens=data_ranks * sum(batch.tokens for batch in batches),
@@ -268,7 +277,7 @@ class Spmd:
         self.sync.finish()
         for parameters, group in self._partial:
             sum_together([p.grad for p in parameters if p.grad is not None], group)
-        loss, squares, signalled = self._agree(result.loss, signals)
+        loss, squares, signalled, *by_source = self._agree(result.loss, signals)
         timer = self._timer
         waited = None if timer is None else timer.end()
         decision = decide(
@@ -288,6 +297,7 @@ class Spmd:
             result,
             next_loss_scale=None if self.loss_scale is None else self.loss_scale.scale,
             loss=loss,
+            by_source=torch.stack(by_source) if by_source else None,
             grad_norm=decision.norm,
             skipped=decision.skip,
             signals=signalled,
@@ -360,12 +370,25 @@ class Spmd:
         shard = shard_sequences(batch, rank=self.world.at["cp"], ranks=self.world.mesh.cp)
         return shard.to(self.world.device.torch_device)
 
+    def _sums_by_source(self, batches: Sequence[Batch], losses: torch.Tensor) -> torch.Tensor:
+        """Losses and counted tokens of each source, as far as this process reports them."""
+        counts = [sum(some) for some in zip(*(one.source_tokens for one in batches), strict=True)]
+        # cp ranks have different losses, but all of them count the tokens of a sequence.
+        counted = torch.tensor(counts).to(losses) / self.world.mesh.cp
+        sums = torch.stack([losses, counted])
+        return sums if self._reports_loss else torch.zeros_like(sums)
+
     def _agree(self, loss: torch.Tensor, signals: int) -> tuple[torch.Tensor, ...]:
-        """Loss, squared norm and signals, summed over all processes."""
+        """Loss, squared norm and signals, summed over all processes; and if they are known, the
+        losses and counted tokens of each source."""
         squares, signalled = owned_squares(self.sync.parameters), torch.full_like(loss, signals)
         if self._everyone is None:
-            return loss, squares, signalled
+            return loss, squares, signalled, *(() if self._by_source is None else self._by_source)
         reported = loss if self._reports_loss else torch.zeros_like(loss)
         sums = torch.stack([reported, squares, signalled])
+        if self._by_source is None:
+            dist.all_reduce(sums, group=self._everyone)
+            return tuple(sums)
+        sums = torch.cat([sums, self._by_source.flatten()])
         dist.all_reduce(sums, group=self._everyone)
-        return tuple(sums)
+        return *sums[:3], *sums[3:].view_as(self._by_source)

@@ -79,6 +79,9 @@ class StepResult:
     """When this process's own gradients were computed; None if nobody waits for them."""
     synced: Mark | None = None
     """When those of all processes were there."""
+    by_source: torch.Tensor | None = None
+    """The sum of losses of each source, and its counted tokens, over all processes; None if the
+    batches do not say where samples are from."""
     exchange: ExchangeReport | None = None
     """None if all processes hold the same weights."""
     notes: tuple[str, ...] = ()

@@ -32,7 +32,15 @@ from gristmill.tokens.format import (
     piece_bounds,
 )
 from gristmill.tokens.origins import JoinedOrigins, open_origins
-from gristmill.tokens.store import Reading, create_tokens, find_manifest, is_empty_part, open_tokens
+from gristmill.tokens.shards import FLAT
+from gristmill.tokens.store import (
+    FORMATS,
+    Reading,
+    create_tokens,
+    find_manifest,
+    is_empty_part,
+    open_tokens,
+)
 from gristmill.tokens.writer import TokenWriter
 
 _MAX_THREADS = 8
@@ -77,7 +85,8 @@ def convert_tokens(
     the same call replaces the set.
 
     `reading` says how sources without a manifest are read, `origin` which tokenizer made them. The
-    format is that of the first source if none is given. Parts without documents add nothing.
+    format is that of the first source if none is given, or flat if that is only read. Parts without
+    documents add nothing.
     """
     full = [source for source in sources if not is_empty_part(source)] or sources
     readers = [open_tokens(source, reading) for source in full]
@@ -97,7 +106,7 @@ def convert_tokens(
             vocab_size=known.vocab_size,
             end_of_text=known.end_of_text,
             tokenizer=known.spec,
-            format=format or readers[0].info.format,
+            format=format or (first if (first := readers[0].info.format) in FORMATS else FLAT),
             shard_size=shard_size,
             overwrite=overwrite,
             background=True,

@@ -10,13 +10,15 @@ Sets of other programs, which have no manifest:
     PREFIX.bin and PREFIX.idx                       megatron, either kind of index
     PREFIX_<digits>.npy or PREFIX_<digits>.bin      npy, llmc
     a folder of .npy or .bin files, or one of them  npy, llmc
+    NAME.ds; NAME.npy without header, with rows     datatrove, dolma; several of a folder are one
     PREFIX.bin alone, or one file                   flat, only if asked for: nothing proves the type
 
 A `.bin` counts as llmc only if it begins with that format's magic number. The files do not state
-the tokenizer and the size of the vocabulary. Only Megatron's index states where documents begin;
-other sets are one document unless the id between documents is given. If a set begins with this id,
-its documents begin with it (llm.c), otherwise they end with it (nanoGPT). The fingerprint covers
-the sizes of all files and samples of their content, since opening must not read a terabyte.
+the tokenizer and the size of the vocabulary. Megatron's, datatrove's and dolma's state where
+documents begin; other sets are one document unless the id between documents is given. If a set
+begins with this id, its documents begin with it (llm.c), otherwise they end with it (nanoGPT). The
+fingerprint covers the sizes of all files and samples of their content, since opening must not read
+a terabyte.
 
 PREFIX.starts without a manifest is left by an interrupted writer of ours; such a set is not read.
 """
@@ -24,6 +26,7 @@ PREFIX.starts without a manifest is left by an interrupted writer of ours; such 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +35,8 @@ import numpy as np
 
 from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import SEAL, read_json, seal_of, sha256_file
-from gristmill.tokens import megatron, shards
+from gristmill.hub.objects import shown
+from gristmill.tokens import megatron, pipelines, shards
 from gristmill.tokens.format import (
     COPY_AGAIN,
     DTYPES,
@@ -54,6 +58,8 @@ from gristmill.tokens.format import (
 )
 from gristmill.tokens.writer import SHARD_ENDINGS, TokenWriter, shard_suffixes
 
+_ADDRESS = re.compile(r"(https?|s3|gs|hf):/+(.*)")
+"""As a path writes it."""
 _SAMPLE = 1 << 16
 _SAMPLES = 8
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -116,7 +122,7 @@ class TokenSetSummary:
 def open_tokens(prefix: Path | str, reading: Reading | None = None) -> TokenReader:
     """Open a finished token set; `reading` is for files of other programs."""
     path, reading = Path(prefix), reading or Reading()
-    if reading.format is not None:
+    if reading.format is not None and reading.format not in pipelines.PIPELINES:
         _format(reading.format, where=path)
     manifest = find_manifest(path)
     if manifest is None:
@@ -253,6 +259,7 @@ def _format(name: str, *, where: Path) -> Format:
         raise DataError(
             f"the token format {name!r} is not known; known are {', '.join(sorted(FORMATS))}",
             where=where,
+            remedy="this one is read only" if name in pipelines.PIPELINES else None,
         )
     return FORMATS[name]
 
@@ -267,6 +274,12 @@ def find_manifest(prefix: Path) -> Manifest | None:
 
 
 def _not_found(prefix: Path, *, format: str | None) -> TokensNotFoundError:
+    if match := _ADDRESS.match(str(prefix)):
+        return TokensNotFoundError(
+            "token files are mapped into memory, so they have to be on a disk of this machine",
+            where=shown(f"{match[1]}://{match[2]}"),
+            remedy="bring the set here first: gristmill tokens copy ADDRESS tokens/NAME",
+        )
     manifest = file_of(prefix, ".json")
     if any(file_of(prefix, suffix).exists() for suffix in (".bin", ".starts")):
         return TokensNotFoundError(
@@ -327,15 +340,20 @@ def _open_foreign(path: Path, reading: Reading) -> TokenReader | None:
     format, files = _find(path, reading.format)
     if format is None:
         return None
-    if reading.dtype is not None and format != shards.FLAT:
+    if reading.dtype is not None and format not in (shards.FLAT, *pipelines.PIPELINES):
         raise UserError(
             f"files of the format {format} state how their ids are stored",
             where=str(path),
             remedy="leave out --dtype",
         )
-    one_document = np.zeros(1, dtype=np.int64)
+    one_document, documents_known = np.zeros(1, dtype=np.int64), format in megatron.FORMATS
     if format in megatron.FORMATS:
         token_files = megatron.read_files(files[0].with_suffix(""))
+    elif format in pipelines.PIPELINES:
+        ids = tuple(file for file in files if file.suffix == pipelines.ENDINGS[format])
+        token_files, documents_known = pipelines.read_files(
+            pipelines.PipelineFiles(ids, files), format, dtype=reading.dtype
+        )
     elif format == shards.FLAT:
         dtype = reading.dtype or "uint16"
         if dtype not in DTYPES:
@@ -357,7 +375,7 @@ def _open_foreign(path: Path, reading: Reading) -> TokenReader | None:
         fingerprint=_fingerprint(files),
     )
     reader = TokenReader(info, token_files)
-    if reading.end_of_text is None or format in megatron.FORMATS:
+    if reading.end_of_text is None or documents_known:
         return reader
     starts = document_starts(reader, between=reading.end_of_text)
     return TokenReader(replace(info, documents=len(starts)), replace(token_files, starts=starts))
@@ -375,6 +393,11 @@ def _find(path: Path, format: str | None) -> tuple[str | None, tuple[Path, ...]]
         prefix = path.with_suffix("") if named else path
         if file_of(prefix, ".idx").is_file():
             return format or megatron.FORMAT, (file_of(prefix, ".bin"), file_of(prefix, ".idx"))
+    for pipeline in pipelines.PIPELINES:
+        if format in (None, pipeline):
+            found = pipelines.find_files(path, pipeline, asked=format is not None)
+            if found is not None:
+                return pipeline, found.all
     if format in (None, shards.NPY) and (files := _find_shards(path, shards.NPY)):
         return shards.NPY, files
     files = _find_shards(path, shards.LLMC) if format in (None, shards.LLMC) else ()

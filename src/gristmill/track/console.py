@@ -35,7 +35,14 @@ from gristmill.track.metrics import (
     StragglerRecord,
     ValidationRecord,
 )
-from gristmill.track.sinks import EtaEstimator, Horizon, line, rate, straggler_event
+from gristmill.track.sinks import (
+    EtaEstimator,
+    Horizon,
+    line,
+    rate,
+    set_losses,
+    straggler_event,
+)
 
 FIRST_STEPS = 5
 SECONDS_BETWEEN_STEPS = 10.0
@@ -215,6 +222,8 @@ class MegatronSink:
             )
             rule = "-" * (len(text) + 1)
             self._print(f"{rule}\n{text}\n{rule}")
+            if record.sets:
+                self._print(f" validation sets at iteration {record.step}: {set_losses(record)}")
         elif (plain := line(record)) is not None:
             self._print(plain)
 
@@ -293,6 +302,8 @@ class DecentralizedSink:
             f"Train time: {self._seconds:.3f} s ({milliseconds:.3f} ms/step), "
             f"Total train time: {self._total:.3f} s",
         )
+        if record.sets:
+            self._print(record, f"Validation sets at step {record.step}: {set_losses(record)}")
         if record.best:
             self._print(record, "New best model found. Saving...")
             self._best.add(record.step)

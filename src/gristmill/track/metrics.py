@@ -4,6 +4,7 @@ The file holds one JSON object per line, in the order of writing. The first key 
 others are the fields of that kind's class below, in the order of their declaration:
 
     {"kind": "step", "step": 1200, "samples": 576000, "tokens": 589824000, …, "loss": 3.2145, …}
+                                                    … "sources": {"web": {"loss": 3.31, …}, …}}
     {"kind": "validation", "step": 1200, …, "loss": 3.31, "perplexity": 27.4, …}
     {"kind": "evaluation", "step": 1200, …, "name": "hellaswag", "metric": "acc", "value": 0.31, …}
     {"kind": "sample", "step": 1200, …, "prompt": "Once", "text": " upon a time"}
@@ -36,13 +37,17 @@ from dataclasses import MISSING, dataclass, fields
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import storage_errors
 
 SAVED_CHECKPOINT = "saved checkpoint"
 """How the text of the event begins that tells of a new checkpoint."""
+
+
+Parts = dict[str, dict[str, Any]]
+"""Numbers by name, each for several things by name; a record without any does not have the key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +112,10 @@ class StepRecord(ProgressStamp):
     weights of their own."""
     mixing: float | None = None
     """How far workers move towards the average of their group; null likewise."""
+    sources: Parts | None = None
+    """Of each source of the training text: `loss`, the mean of its tokens in this batch, null if it
+    has none there, and `tokens`, how many were read of it so far. Missing with a single source, on
+    XLA devices, and where track.sources is off."""
 
     @property
     def compute(self) -> float:
@@ -138,6 +147,9 @@ class ValidationRecord(ProgressStamp):
     train_loss: float | None = None
     """The same loss on windows of the training text; null unless validate.train_windows asks for
     it."""
+    sets: Parts | None = None
+    """Of each further set in [[validate.set]]: its `loss`, `perplexity` and `windows`, and
+    `bits_per_byte`. Missing if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,13 +270,17 @@ Record = (
 )
 
 
+PARTS = ("sources", "sets")
+"""The fields that hold numbers of several things by name."""
+_NOT_FINITE = ("nan", "inf", "-inf")
 _CLASSES: dict[str, type[Record]] = {record.kind: record for record in get_args(Record)}
 
 
 def _json_types(hint: Any) -> tuple[type, ...]:
     """The types that the JSON value of a field may have."""
     options = get_args(hint) or (hint,)
-    return tuple(option if isinstance(option, type) else type(option) for option in options)
+    origins = [get_origin(option) or option for option in options]
+    return tuple(one if isinstance(one, type) else type(one) for one in origins)
 
 
 _FIELDS = {
@@ -279,11 +295,18 @@ _FIELDS = {
 
 def to_json(record: Record) -> str:
     """One line of `metrics.jsonl`, without its line end."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            values[name] = str(value)
+    values = {field.name: _as_json(getattr(record, field.name)) for field in fields(record)}
+    for name in PARTS:
+        if values.get(name, ...) is None:
+            del values[name]
     return json.dumps({"kind": record.kind, **values}, ensure_ascii=False, allow_nan=False)
+
+
+def _as_json(value: Any) -> Any:
+    """A value with words for the floats that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return {key: _as_json(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def from_json(line: str) -> Record | None:
@@ -301,12 +324,24 @@ def from_json(line: str) -> Record | None:
                 raise ValueError(f"{name!r} is missing")
             continue
         item = value[name]
-        if float in types and (type(item) is int or item in ("nan", "inf", "-inf")):
+        if float in types and (type(item) is int or item in _NOT_FINITE):
             item = float(item)
+        elif name in PARTS and type(item) is dict:
+            item = {part: _part(name, numbers) for part, numbers in item.items()}
         if type(item) not in types:
             raise ValueError(f"{name!r} cannot be {item!r}")
         known[name] = item
     return _CLASSES[kind](**known)
+
+
+def _part(name: str, numbers: Any) -> dict[str, Any]:
+    """The numbers of a part of a record."""
+    if type(numbers) is not dict:
+        raise ValueError(f"{name!r} cannot hold {numbers!r}")
+    found = {key: float(one) if one in _NOT_FINITE else one for key, one in numbers.items()}
+    if not all(one is None or type(one) in (int, float) for one in found.values()):
+        raise ValueError(f"{name!r} cannot hold {numbers!r}")
+    return found
 
 
 def _whole_number(text: str) -> int:
@@ -368,8 +403,8 @@ def _read_lines(
                 yield record
 
 
-STEP_FIELDS = tuple(field.name for field in fields(StepRecord))
-"""The fields of a step's record, in the order of a row."""
+STEP_FIELDS = tuple(field.name for field in fields(StepRecord) if field.name not in PARTS)
+"""The fields of a step's record that are one value, in the order of a row."""
 StepRow = tuple[Any, ...]
 
 

@@ -36,6 +36,7 @@ from gristmill.base.units import format_bytes, format_count, format_seconds
 from gristmill.track.metrics import (
     EvaluationRecord,
     EventRecord,
+    Parts,
     ProgressStamp,
     Record,
     SampleRecord,
@@ -210,7 +211,8 @@ def line(
         known = "" if record.train_loss is None else f"train loss {record.train_loss:.4f} | "
         return (
             f"validation at step {record.step} | loss {record.loss:.4f} | {known}"
-            f"perplexity {record.perplexity:.5g} | {by_byte}{record.windows} windows in "
+            f"perplexity {record.perplexity:.5g} | {by_byte}{set_losses(record, ' | ')}"
+            f"{record.windows} windows in "
             f"{format_seconds(record.seconds)}{distance}{' | best so far' if record.best else ''}"
         )
     if isinstance(record, EvaluationRecord):
@@ -226,6 +228,12 @@ def line(
         )
         return f"sample at step {record.step} | {' -> '.join(quoted)}"
     return f"{record.level}: {printable(record.text)}"
+
+
+def set_losses(record: ValidationRecord, end: str = "") -> str:
+    """The losses of further sets, such as "code 2.1034, math 1.9876"; nothing if there are none."""
+    told = (f"{on_one_line(name)} {one['loss']:.4f}" for name, one in (record.sets or {}).items())
+    return "" if not record.sets else ", ".join(told) + end
 
 
 def straggler_event(record: StragglerRecord) -> EventRecord:
@@ -348,6 +356,14 @@ _SYSTEM_SCALARS = (
 )
 
 
+def _scalars_of_parts(group: str, parts: Parts | None) -> dict[str, float | None]:
+    return {
+        f"{group}/{name}/{field}": value
+        for name, numbers in (parts or {}).items()
+        for field, value in numbers.items()
+    }
+
+
 def scalars(record: Record) -> dict[str, float]:
     """The numbers of a record under their names in tracking services, such as train/loss."""
     if isinstance(record, StepRecord):
@@ -356,10 +372,12 @@ def scalars(record: Record) -> dict[str, float]:
             for group, names in _STEP_SCALARS.items()
             for name in names
         }
+        named |= _scalars_of_parts("source", record.sources)
         return {name: value for name, value in named.items() if value is not None}
     if isinstance(record, ValidationRecord):
         names = ("loss", "perplexity", "bits_per_byte", "train_loss", "consensus_distance")
         named = {f"validation/{name}": getattr(record, name) for name in names}
+        named |= _scalars_of_parts("validation", record.sets)
         return {name: value for name, value in named.items() if value is not None}
     if isinstance(record, EvaluationRecord):
         return {f"evaluation/{record.name}/{record.metric}": record.value}

@@ -7,6 +7,7 @@ from gristmill.config.rules import config_warnings
 from gristmill.models.spec import linear_shapes
 from gristmill.plan.preconditioner import describe_preconditioner
 from gristmill.train.assemble import BuiltRun
+from gristmill.train.mixture import mixture_notes
 from gristmill.train.resume import Resumed
 from gristmill.train.tracker import Tracker
 
@@ -46,7 +47,8 @@ def announce(run: BuiltRun, tracker: Tracker, resumed: Resumed) -> None:
         tracker.say(f"resuming from {resumed.checkpoint.name if own else resumed.checkpoint}")
     elif run.config.model.initial_weights is not None:
         tracker.say(f"starting from the weights in {run.config.model.initial_weights}")
-    for note in run.data.notes:
+    mixture, mixture_warnings = mixture_notes(run)
+    for note in (*run.data.notes, *mixture):
         tracker.say(note)
     if run.fit_note is not None:
         tracker.say(run.fit_note)
@@ -56,6 +58,7 @@ def announce(run: BuiltRun, tracker: Tracker, resumed: Resumed) -> None:
     starting = () if resumed.checkpoint is not None else run.notes
     for note in (
         *run.data.warnings,
+        *mixture_warnings,
         *starting,
         *resumed.notes,
         *config_warnings(run.config, resolved),

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from gristmill.base.errors import DataError, Exit, UserError
+from gristmill.base.errors import DataError, UserError
 from gristmill.base.limits import memory_limit
 from gristmill.base.units import Progress, format_bytes, format_count
 from gristmill.checkpoint.model import Started, load_start_weights
@@ -23,12 +23,19 @@ from gristmill.config.model import GPTConfig
 from gristmill.config.optim import PreconditionerConfig
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import Resolved, resolve
-from gristmill.config.schema import DataConfig, RunConfig
-from gristmill.data.build import OrderSpec, build_rules, build_stream, order_identity
-from gristmill.data.conversations import ChatOptions, open_chat, open_conversations
-from gristmill.data.dataset import DatasetSplit, Mixture, RunData, open_data, prove_tokenizer
+from gristmill.config.schema import RunConfig
+from gristmill.data.build import MIXTURE, build_rules, build_stream, order_identity
+from gristmill.data.conversations import (
+    open_chat,
+)
+from gristmill.data.dataset import (
+    DatasetSplit,
+    Mixture,
+    RunData,
+)
 from gristmill.data.intact import ContentCheck
 from gristmill.data.loader import Batch, DocumentRules, Loader, validation_batches
+from gristmill.data.mixture import same_until
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import memory_explained
 from gristmill.distributed.liveness.stragglers import Pace
@@ -42,18 +49,20 @@ from gristmill.plan.expectation import Expectation, expect
 from gristmill.strategies.decentralized.workers import WorkerSet
 from gristmill.strategies.strategy import Strategy
 from gristmill.text.chat.encoding import ChatEncoder
-from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.track.account import WallAccount
-from gristmill.track.console import slow_work
 from gristmill.track.folder import RunFolder
 from gristmill.train.build import build_strategy, open_run_world
 from gristmill.train.compare import CompareReplicas
 from gristmill.train.health import RunHealth
-from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage, Validate
+from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage
 from gristmill.train.memory import explainer, fitted, note_of
 from gristmill.train.meter import AHEAD, Meter
+from gristmill.train.order import order_spec
+from gristmill.train.run_data import open_run_data
 from gristmill.train.task_evaluation import EvaluateTasks
 from gristmill.train.tracker import Tracker
+from gristmill.train.validation import Validate
 
 
 @dataclass(frozen=True)
@@ -144,8 +153,7 @@ def assemble(
     world = world or open_run_world(config)
     control = control or ControlGroup()
     chat = open_chat(config) if config.data.kind == "chat" else None
-    data, tokenizer = _open_data(config, folder, chat, shows=saves and control.is_rank0)
-    _require_room_for(tokenizer, config)
+    data, tokenizer = open_run_data(config, folder, chat, shows=saves and control.is_rank0)
     resolved = resolve(config, vocab=tokenizer.size, mesh=world.layout)
     chosen = fitted(config, resolved, world, control) if fit else None
     fit_note = None
@@ -153,6 +161,7 @@ def assemble(
         fit_note = note_of(chosen, config)
         config = chosen.config
         resolved = resolve(config, vocab=tokenizer.size, mesh=world.layout)
+    identity = _identity(config, resolved, data, tokenizer, chat)
     size = _model_size(config, resolved, world.layout)
     require_memory(config, size, world)
     if saves:
@@ -189,9 +198,10 @@ def assemble(
         padded=meta_model.vocabulary_parameters(),
         names=frozenset(meta_model.roles()) - unsaved,
         base=None if started.base is None else asdict(started.base),
-        identity=_identity(config, resolved, data, tokenizer, chat),
+        identity=identity,
         identity_defaults=_of_model(config.model.identity_defaults()),
         identity_retired=_of_model(config.model.retired),
+        identity_until={MIXTURE: same_until},
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": resolved.vocab},
         strategy=strategy.state(),
         strategy_tensors=strategy.tensors,
@@ -209,22 +219,6 @@ def assemble(
         fit_note=fit_note,
         chat=chat,
     )
-
-
-def _open_data(
-    config: RunConfig, folder: RunFolder, chat: ChatEncoder | None, *, shows: bool
-) -> tuple[RunData, Tokenizer]:
-    sequence = config.data.sequence or config.model.context
-    if chat is None:
-        data = open_data(config.data, sequence=sequence)
-        return data, _open_tokenizer(config, data)
-    options = ChatOptions(
-        sequence,
-        together=config.packs_conversations,
-        cache=folder.path / "index",
-        progress=slow_work(quiet=not shows),
-    )
-    return open_conversations(config.data, chat, options), chat.tokenizer
 
 
 def _model_size(config: RunConfig, resolved: Resolved, mesh: Mesh) -> ModelSize:
@@ -267,41 +261,6 @@ def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
                 where="model",
                 remedy="choose a smaller model, or shard it over more devices with [parallel]",
             )
-
-
-def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
-    """The tokenizer the token files were made with, checked by its fingerprint or by the ids."""
-    train = data.train.splits
-    given = config.data.tokenizer or f"{train[0].path}.tokenizer"
-    known = any(split.reader.info.tokenizer is not None for split in train)
-    if not known and not config.data.tokenizer and not Path(given).exists():
-        raise UserError(
-            "these token files do not say which tokenizer made them",
-            where=f"data.paths {train[0].path}",
-            remedy="name it with data.tokenizer",
-            exit=Exit.DATA,
-        )
-    tokenizer = open_tokenizer(given, merges=config.data.merges)
-    remedy = "give the tokenizer that the token files were made with, or prepare them again"
-    for split in train:
-        where = f"data.tokenizer {given}" if len(train) == 1 else f"data.paths {split.path}"
-        prove_tokenizer(tokenizer, split.reader, where=where, remedy=remedy)
-    if config.data.validation and data.validation:
-        for split in data.validation.splits:
-            where = f"data.validation {split.path}"
-            prove_tokenizer(tokenizer, split.reader, where=where, remedy=remedy)
-    return tokenizer
-
-
-def _require_room_for(tokenizer: Tokenizer, config: RunConfig) -> None:
-    """Refuse a tokenizer with more ids than the model."""
-    if config.model.vocab is not None and config.model.vocab < tokenizer.size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.size} ids, but the model has {config.model.vocab}",
-            where="model.vocab",
-            remedy="leave model.vocab out, raise model.hf_config.vocab_size, or prepare the text "
-            "with a smaller tokenizer",
-        )
 
 
 def _preconditioner_identity(settings: PreconditionerConfig | None) -> dict[str, Any]:
@@ -361,17 +320,6 @@ def document_rules(run: BuiltRun) -> DocumentRules:
     return build_rules(run.config.data, end_of_text=run.tokenizer.end_of_text)
 
 
-def order_spec(data: DataConfig, resolved: Resolved, folder: RunFolder | None = None) -> OrderSpec:
-    """What the sample order of a run depends on."""
-    in_run = None if folder is None else folder.path / "index"
-    return OrderSpec(
-        sequence=resolved.sequence,
-        seed=resolved.data_seed,
-        samples=resolved.asked_samples,
-        cache=Path(data.cache) if data.cache else in_run,
-    )
-
-
 def build_loader(run: BuiltRun) -> Loader:
     """The loader of training batches."""
     resolved, data = run.resolved, run.config.data
@@ -385,6 +333,7 @@ def build_loader(run: BuiltRun) -> Loader:
         pin=run.world.device.pins_memory,
         vocab=resolved.vocab,
         ramp=resolved.ramp,
+        notes_sources=run.config.recorded_sources > 0,
     )
 
 
@@ -392,8 +341,8 @@ def build_content_check(run: BuiltRun) -> ContentCheck:
     """The comparison of the token files with their checksums, by one process of each node."""
     has_manifests = run.config.data.kind == "tokens" and run.config.data.verify
     wanted = has_manifests and run.world.place.local_rank == 0
-    mixtures = (run.data.train, run.data.validation) if wanted else ()
-    return ContentCheck(split.path for data in mixtures if data for split in data.splits)
+    mixtures = run.data.mixtures if wanted else ()
+    return ContentCheck(split.path for data in mixtures for split in data.splits)
 
 
 def build_validate(run: BuiltRun, tracker: Tracker) -> Validate | None:
@@ -419,6 +368,7 @@ def build_validate(run: BuiltRun, tracker: Tracker) -> Validate | None:
         strategy=run.strategy,
         batches=lambda: batches(held_out, run.config.validation.windows),
         train_batches=(lambda: batches(run.data.train, train_windows)) if train_windows else None,
+        sets={one.name: partial(batches, one.text, one.windows) for one in run.data.sets},
         tokenizer=run.tokenizer,
         tracker=tracker,
         state=run.state,

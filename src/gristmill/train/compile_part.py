@@ -73,6 +73,9 @@ def _run(task: CompileTask, model: CausalLM) -> None:
     layers = {BESIDE: [], KERNELS: staged.distinct_layers()[:1]}.get(task.part)
     hidden = staged.stage_hidden(task.samples, task.sequence)
     tokens_BT = torch.zeros(task.samples, task.sequence, dtype=torch.int64, device=device)
+    terms = training_terms(task.config.train, Progress(), torch.ones((), device=device))
+    if sources := task.config.recorded_sources:
+        terms = terms._replace(sources=sources, sources_B=tokens_BT[:, 0].clone())
     # A result of an operation, as between blocks.
     hidden = torch.zeros_like(hidden, device=device, requires_grad=True).clone()
     output = staged.forward_stage(
@@ -82,7 +85,7 @@ def _run(task: CompileTask, model: CausalLM) -> None:
         last=ends,
         tokens_BT=tokens_BT,
         targets_BT=tokens_BT,
-        terms=training_terms(task.config.train, Progress(), torch.ones((), device=device)),
+        terms=terms,
     )
     if isinstance(output, torch.Tensor):
         output.backward(torch.zeros_like(output))

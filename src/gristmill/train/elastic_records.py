@@ -25,7 +25,8 @@ from gristmill.track.metrics import (
 )
 from gristmill.track.sinks import Sink
 from gristmill.train.assemble import BuiltRun
-from gristmill.train.hooks import Checkpoint, Hook, Validate
+from gristmill.train.hooks import Checkpoint, Hook
+from gristmill.train.validation import Validate
 
 KEPT_STEPS = 1000
 """Step records that every worker keeps, of more steps than one may be ahead of another."""

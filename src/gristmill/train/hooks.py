@@ -14,13 +14,10 @@ first by which every one of them has read it.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
-
-import torch
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import write_atomic
@@ -31,7 +28,6 @@ from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Resolved
 from gristmill.config.schema import SampleConfig
 from gristmill.data.intact import ContentCheck
-from gristmill.data.loader import Batch
 from gristmill.distributed.control import ControlGroup
 from gristmill.generate.sampling import Sampling
 from gristmill.generate.text import TextGenerator
@@ -46,6 +42,7 @@ from gristmill.train.health import Rollback, RunHealth
 from gristmill.train.meter import Meter, StepEvent
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
+from gristmill.train.validation import Validate
 from gristmill.train.wall_clock import WallClock
 
 
@@ -317,86 +314,6 @@ class StopOnDamage:
             self._reported = True
             size = format_bytes(self.check.bytes)
             self.tracker.say(f"the token files are intact: {size} agree with their checksums")
-
-
-class Validate:
-    """Measures the loss on a fixed set of validation windows, and if asked for on one of training
-    windows."""
-
-    phase = "validation"
-
-    def __init__(
-        self,
-        every: Duration,
-        *,
-        strategy: Strategy,
-        batches: Callable[[], Iterable[Batch]],
-        train_batches: Callable[[], Iterable[Batch]] | None,
-        tokenizer: Tokenizer,
-        tracker: Tracker,
-        state: TrainState,
-    ) -> None:
-        self.every, self.strategy, self.batches = every, strategy, batches
-        self.train_batches = train_batches
-        self.tracker, self.state = tracker, state
-        lengths = [len(tokenizer.token_bytes(id)) for id in range(tokenizer.size)]
-        self._bytes_of = torch.tensor(lengths)
-        self._done_at: int | None = None
-
-    def at_start(self) -> None:
-        self._measure()
-
-    def due(self, event: StepEvent) -> bool:
-        return self.every.due(event.before, event.after)
-
-    def act(self, event: StepEvent) -> None:
-        self._measure()
-
-    def at_end(self, *, finished: bool) -> None:
-        if finished and self._done_at != self.state.progress.steps:
-            self._measure()
-
-    def skip_end(self) -> None:
-        """The step that the run is at was measured before."""
-        self._done_at = self.state.progress.steps
-
-    def _measure(self) -> None:
-        started, windows = time.monotonic(), 0
-        tokens = text_bytes = 0.0
-
-        def noted_batches() -> Iterable[Batch]:
-            nonlocal windows, tokens, text_bytes
-            for batch in self.batches():
-                windows, tokens = windows + batch.samples, tokens + batch.loss_tokens
-                text_bytes += self._bytes(batch)
-                yield batch
-
-        loss, distance = self.strategy.evaluate(noted_batches()), self.strategy.distance
-        seconds = time.monotonic() - started
-        known = None
-        if self.train_batches is not None:
-            known = self.strategy.evaluate(self.train_batches())
-        step = self._done_at = self.state.progress.steps
-        best = self.state.best
-        better = step > 0 and math.isfinite(loss) and (best is None or loss < best.loss)
-        if better:
-            self.state.best = Best(step, loss)
-        self.tracker.validation(
-            loss,
-            perplexity=math.exp(min(loss, 700.0)),
-            windows=windows,
-            seconds=seconds,
-            best=better,
-            train_loss=known,
-            consensus_distance=distance,
-            bits_per_byte=loss * tokens / math.log(2) / text_bytes if text_bytes else None,
-        )
-
-    def _bytes(self, batch: Batch) -> float:
-        """The bytes of the counted targets."""
-        bytes_BT = self._bytes_of[batch.targets_BT]
-        loss_weights_BT = batch.loss_weights_BT
-        return float((bytes_BT if loss_weights_BT is None else bytes_BT * loss_weights_BT).sum())
 
 
 class Sample:

@@ -24,7 +24,7 @@ from gristmill.hub.downloads import settings_folder
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import StepRecord, read_metrics
-from gristmill.train.assemble import order_spec
+from gristmill.train.order import order_spec
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from gristmill.strategies.strategy import REQUEST, StepResult
 from gristmill.track.account import WallAccount
 from gristmill.track.metrics import StepRecord
 from gristmill.train.health import RunHealth, StepOutcome
+from gristmill.train.sources import RunSources
 from gristmill.train.tracker import Tracker
 
 AHEAD = 2
@@ -98,6 +99,8 @@ class Meter:
         self.peak, self.health, self.compile_seconds = peak_flops, health, compile_seconds
         self.marks_steps = marks_steps
         self.account, self.pace, self.next_lr = account, pace, next_lr
+        self.sources: RunSources | None = None
+        """What the records of steps tell of each source; None for nothing."""
         self._compiled = 0.0
         """Seconds of compiling before the last step."""
         self._pending: deque[_Pending] = deque()
@@ -186,7 +189,7 @@ class Meter:
             self.pace.add(event.after.steps, seconds=whole, **parts)
 
     def _record(self, event: StepEvent, scalars: list[float], *, compiled: bool) -> None:
-        loss, norm, skipped, _, _, signals = scalars
+        loss, norm, skipped, _, _, signals, *_ = scalars
         # The first step by which every process has read this.
         known_at = event.after.steps + (AHEAD if self.world.device.is_async else 0)
         requests, stops = divmod(round(signals), REQUEST)
@@ -215,11 +218,11 @@ class Meter:
             )
 
     def _step_record(self, event: StepEvent, scalars: list[float], *, compiled: bool) -> StepRecord:
-        loss, norm, _, scale, next_scale, _ = scalars
+        loss, norm, _, scale, next_scale, _, *by_source = scalars
         rate = event.result.tokens / self.step_seconds if self.step_seconds else math.inf
         per_device = rate / self.world.layout.processes
         palm, causal = per_device * self.cost.palm, per_device * self.cost.causal
-        exchange, next_lr = event.result.exchange, None
+        exchange, next_lr, sources = event.result.exchange, None, self.sources
         if self.next_lr is not None:
             next_lr = self.next_lr(event.after, self.counters.skipped_samples)
         return StepRecord(
@@ -247,6 +250,7 @@ class Meter:
             sync_wait=event.result.waited() if event.result.waited is not None else None,
             sent_bytes=None if exchange is None else exchange.sent_bytes,
             mixing=None if exchange is None else exchange.mixing,
+            sources=None if sources is None else sources.told(event.after.samples, by_source),
         )
 
 
@@ -258,4 +262,5 @@ def _scalars(result: StepResult) -> torch.Tensor:
     )
     signals = result.loss.new_zeros(()) if signals is None else signals
     loss = result.loss.detach()
-    return torch.stack((loss, result.grad_norm, result.skipped, scale, following, signals))
+    known = torch.stack((loss, result.grad_norm, result.skipped, scale, following, signals))
+    return known if result.by_source is None else torch.cat((known, result.by_source.flatten()))

@@ -136,7 +136,9 @@ def _notes_on_other_run(
     ]
     notes += [
         f"{change.where} {change.what}: the run goes on with other data"
-        for change in identity_changes(saved["identity"], run.state)
+        for change in identity_changes(
+            saved["identity"], run.state, samples=saved["progress"]["samples"]
+        )
     ]
     return notes
 

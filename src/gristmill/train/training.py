@@ -55,7 +55,9 @@ from gristmill.train.hooks import Hooks, RollbackError
 from gristmill.train.loop import train
 from gristmill.train.memory import explainer, may_fit, note_of
 from gristmill.train.observer import RunObserver
+from gristmill.train.order import order_problem
 from gristmill.train.resume import Resumed, resume
+from gristmill.train.sources import run_sources
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_alerts, build_tracker
 
@@ -295,7 +297,7 @@ class Training:
                 exit_every=config.train.exit_every,
             )
             loader = build_loader(run)
-            self.observer.effort = loader.effort
+            self.observer.effort, hooks.meter.sources = loader.effort, run_sources(config, loader)
             batches = loader.starting_at(state.progress)
             cleanup.callback(batches.close)
             advice = 'set train.micro_batch lower (and train.batch), or train.recompute = "full"'
@@ -378,10 +380,11 @@ def with_horizon(folder: RunFolder, until: str) -> RunConfig:
 def _horizon_problem(run: BuiltRun, until: str) -> str | None:
     """Why a run cannot have another horizon; None if it can."""
     try:
-        resolve(with_horizon(run.folder, until), vocab=run.tokenizer.size, mesh=run.world.layout)
+        config = with_horizon(run.folder, until)
+        resolved = resolve(config, vocab=run.tokenizer.size, mesh=run.world.layout)
     except UserError as error:
         return " ".join(str(error).split())
-    return None
+    return order_problem(config.data, resolved, run.data.train, run.state)
 
 
 def _rule(error: BaseException) -> Rule:

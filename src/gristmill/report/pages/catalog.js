@@ -54,6 +54,21 @@ const KNOWN = {
   mixing: { section: "Exchanges between workers", title: "Mixing",
     unit: "how far workers move to their group's average", show: significant(3), zero: true },
 };
+/** Curves of each source of the training text, and of each further set of validation text. */
+const PARTS = {
+  "source.loss": { section: "Training", title: "Loss by source", unit: "nats per token",
+    show: fixed(4), smooth: true, order: 1.5 },
+  "source.tokens": { section: "Training", title: "Tokens by source", unit: "so far", show: count,
+    zero: true, order: 90 },
+  "domain.loss": { section: "Validation", title: "Loss by domain", unit: "nats per token",
+    show: fixed(4), sparse: true, order: 1 },
+  "domain.perplexity": { section: "Validation", title: "Perplexity by domain", unit: "validation",
+    show: significant(4), sparse: true, order: 2 },
+  "domain.bits_per_byte": { section: "Validation", title: "Bits per byte by domain",
+    unit: "validation", show: fixed(4), sparse: true, order: 3 },
+};
+/** How the lines of parts differ where their colour tells the run. */
+export const PART_DASHES = [null, [6, 4], [2, 3], [10, 3, 2, 3]];
 const SYSTEM = {
   gpu_use: { title: "GPU use", ...share },
   gpu_memory_bytes: { title: "GPU memory", unit: "GiB, of the fullest", ...memory },
@@ -102,6 +117,12 @@ export function chartOf(name) {
     const order = SYSTEM_ORDER.indexOf(field);
     return { id: `system.${field}`, section: "System", part: host, ...known,
       order: order < 0 ? 99 : order };
+  }
+  if (["source", "validation"].includes(kind) && rest.length > 1) {
+    const field = rest.pop(), id = `${kind === "source" ? kind : "domain"}.${field}`;
+    const known = PARTS[id] ?? { section: "Other", title: `${words(field)} by ${id.split(".")[0]}`,
+      show: plainNumber, order: 60 };
+    return { id, part: rest.join("."), parted: true, ...known };
   }
   if (kind === "validation" && rest.length) {
     const what = rest.join(".");

@@ -2,7 +2,9 @@
 
 import { followTheme } from "./theme.js";
 import { stragglerTable, timeFigure, timeTable } from "./account.js";
-import { chartOf, higherIsBetter, MARKER_COLOURS, markerKind, SECTIONS } from "./catalog.js";
+import {
+  chartOf, higherIsBetter, MARKER_COLOURS, markerKind, PART_DASHES, SECTIONS,
+} from "./catalog.js";
 import { Board, cssColour, seriesColour } from "./charts.js";
 import { nearestIndex, smoothed } from "./curves.js";
 import { choice, dot, element, numberCell, numberHead, tableCard, tomlText } from "./elements.js";
@@ -47,7 +49,8 @@ for (const run of runs) {
   const train = plotCurves(run, run.train, "");
   const checks = plotCurves(run, run.validation, "validation.");
   run.places = (train[0] ?? checks[0])?.[1].x ?? { step: [], tokens: [], seconds: [], flops: [] };
-  run.curves = new Map([...train, ...checks, ...scoreCurves(run, run.places)]);
+  const parts = Object.entries(run.parts ?? {}).flatMap(([prefix, plot]) => plotCurves(run, plot, prefix));
+  run.curves = new Map([...train, ...checks, ...parts, ...scoreCurves(run, run.places)]);
 }
 
 /** Workers that always move all the way need no curve of it, and zeros tell nothing. */
@@ -65,6 +68,19 @@ function tells(name) {
 }
 
 const board = new Board({});
+/** The curves of charts that show several things, by the id of the chart. */
+const partNames = new Map();
+
+/** The lines of one run for each source, or each set of validation text. */
+function partSeries(spec, index) {
+  return partNames.get(spec.id).flatMap((name, at) => {
+    const { part } = chartOf(name), label = several ? `${runs[index].name}, ${part}` : part;
+    // Of several runs, colours tell the run.
+    const look = several ? { dashes: PART_DASHES[at % PART_DASHES.length] } : {};
+    return curveSeries(name, spec, index, { label }).map((one) =>
+      ({ ...one, ...look, colour: seriesColour(several ? index : at) }));
+  });
+}
 
 function curveSeries(name, spec, index, { label, dashes = null }) {
   const run = runs[index], curve = run.curves.get(name);
@@ -82,6 +98,7 @@ function curveSeries(name, spec, index, { label, dashes = null }) {
 function seriesOf(spec) {
   return runs.flatMap((run, index) => {
     if (view.hidden.has(index)) return [];
+    if (partNames.has(spec.id)) return partSeries(spec, index);
     const validated = spec.overlay && run.curves.has(spec.overlay);
     const single = spec.overlay ? "training" : spec.title;
     const own = curveSeries(spec.id, spec, index, { label: several ? run.name : single });
@@ -234,7 +251,12 @@ function lineKey() {
 }
 function chartSections() {
   const names = [...new Set(runs.flatMap((run) => [...run.curves.keys()]))].filter(tells);
-  const specs = names.map(chartOf);
+  const specs = [];
+  for (const name of names) {
+    const spec = chartOf(name), known = specs.some(({ id }) => id === spec.id);
+    if (spec.parted) partNames.set(spec.id, [...(partNames.get(spec.id) ?? []), name].sort());
+    if (!known) specs.push(spec);
+  }
   // What waits for others belongs to the exchanges, where there are any.
   for (const spec of specs) {
     if (spec.id === "sync_wait") spec.section = "Exchanges between workers";

@@ -30,6 +30,7 @@ from gristmill.base.exits import read_exit_report, read_remedy
 from gristmill.base.files import read_json, require_room, write_sealed_json
 from gristmill.base.locks import OutputLock
 from gristmill.base.units import format_seconds
+from gristmill.hub.objects import holds_secrets, shown
 from gristmill.text.prepare.dedup_parts import group_and_drop, signed_part
 from gristmill.text.prepare.dedup_request import signed_file
 from gristmill.text.prepare.deduplicate import remove_files, whole_name_of
@@ -53,7 +54,7 @@ from gristmill.text.prepare.part_status import (
 from gristmill.text.prepare.prepare import PrepareResult, WorkPlan, refuse_existing_sets
 from gristmill.text.prepare.request import PartNumber, PrepareRequest, no_parts_of
 from gristmill.text.prepare.signing import DedupProgress, signed_so_far
-from gristmill.text.sources.datasets import PREFIX as DATASET_PREFIX
+from gristmill.text.sources.datasets import is_dataset
 from gristmill.text.sources.reading import STDIN, find_sources
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.tokens.convert import CopyProgress, convert_tokens
@@ -168,8 +169,15 @@ def prepare_in_parts(
     began = time.perf_counter()
     requests = part_requests(request, of)
     for name in request.sources:
-        if name == STDIN or name.startswith(DATASET_PREFIX):
+        if name == STDIN or is_dataset(name):
             raise no_parts_of(name)
+        if holds_secrets(name):
+            raise UserError(
+                "this address holds a password or a signature, and the commands of parts would "
+                "show it",
+                where=shown(name),
+                remedy="give credentials by the environment, or run the parts yourself (--part)",
+            )
         if Path(name).is_dir() and request.name.resolve().is_relative_to(Path(name).resolve()):
             raise UserError(
                 "this source holds the output too, so the first parts would be text for the others",

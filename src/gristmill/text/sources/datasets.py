@@ -107,6 +107,11 @@ def parse_dataset(text: str) -> DatasetSpec:
     return replace(spec, name=repository.name, revision=repository.revision)
 
 
+def is_dataset(name: str) -> bool:
+    """Whether the name of a source is that of a dataset; hf:// begins an address of files."""
+    return name.startswith(PREFIX) and not name.startswith(f"{PREFIX}//")
+
+
 class DatasetSource(Source):
     """One split of a dataset; its lines are its rows."""
 

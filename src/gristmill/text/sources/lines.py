@@ -32,7 +32,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any
 
 from gristmill.base.files import decompressed
@@ -245,10 +244,10 @@ _DECODER = json.JSONDecoder()
 _REMEDY = "fix the file; if each line holds an object, name it .jsonl: then bad lines are dropped"
 
 
-def json_format(path: Path) -> str:
+def json_format(source: Source) -> str:
     """The extension that suits a .json file: .jsonl if its first line holds a whole object."""
     try:
-        with path.open("rb") as opened, decompressed(opened) as file:
+        with source.open_file() as opened, decompressed(opened) as file:
             start = file.readline(_FIRST_READ).removeprefix(BOM)
             while start and not start.strip():
                 start = file.readline(_FIRST_READ)

@@ -3,6 +3,7 @@
     a file, a folder, a glob      files; those of a folder or glob in sorted order
     -                             standard input
     hf:NAME, hf:./folder          a Hugging Face dataset
+    s3:// gs:// hf:// https://    objects of a store, or those below a folder or of a pattern
 
 The extension of a name, without .gz .bz2 .xz .zst, decides the format (`FORMATS`). A .json file
 holds JSON lines, an array of values, or one value after another. A missing source is an error
@@ -25,8 +26,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gristmill.base.errors import DataError
+from gristmill.hub.objects import scheme_of
 from gristmill.text.sources.corpora import known_corpora
-from gristmill.text.sources.datasets import DATASET, PREFIX, DatasetSource
+from gristmill.text.sources.datasets import DATASET, PREFIX, DatasetSource, is_dataset
 from gristmill.text.sources.lines import (
     ARRAY,
     CONCATENATED,
@@ -35,6 +37,7 @@ from gristmill.text.sources.lines import (
     TEXT_BY_SPLIT,
     json_format,
 )
+from gristmill.text.sources.remote import remote_sources
 from gristmill.text.sources.source import (
     BLOCK_BYTES,
     DAMAGE,
@@ -96,7 +99,9 @@ def find_sources(names: Sequence[str], options: ReadOptions, *, note: Note = tel
             )
         if name == STDIN:
             result.sources.append(Source(None, note=note))
-        elif name.startswith(PREFIX):
+        elif scheme_of(name):
+            result.sources.extend(remote_sources(name))
+        elif is_dataset(name):
             result.sources.append(DatasetSource(name, options))
         elif Path(name).exists() and not Path(name).is_dir():
             result.sources.append(_file(Path(name), note))
@@ -175,7 +180,7 @@ def _no_file(path: Path) -> Skipped:
 def _file(path: Path, note: Note = tell) -> Source:
     source = Source(path, note=note)
     if source.extension == ".json" and not source.unreadable:
-        source.extension = json_format(path)
+        source.extension = json_format(source)
     return source
 
 
@@ -228,7 +233,7 @@ def _cause(failure: Exception, source: Source, position: int) -> ReadError:
     valid."""
     if not isinstance(failure, ReadError):
         return damaged(failure)
-    if source.path and source.size is not None and not source.can_seek:
+    if source.size is not None and not source.can_seek:
         try:
             with closing(source.open(position)) as stream:
                 # Not to the end: a small file can decompress to terabytes.

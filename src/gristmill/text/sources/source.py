@@ -33,7 +33,7 @@ from gristmill.base.units import format_bytes
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 LINE_LIMIT = 256 << 20
 BLOCK_BYTES = 2 << 20
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _BUFFER = 1 << 18
 PATIENCE = 2.0
 """Seconds after which a wait for a pipe is told of."""
@@ -161,6 +161,14 @@ def _telling_of_waits(name: str, note: Note) -> Iterator[None]:
         timer.cancel()
 
 
+def extension_of(name: str) -> str:
+    """The extension of a file name in small letters, without that of the compression."""
+    name = name.lower()
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return Path(name).suffix
+
+
 class Source:
     """One file to read, or standard input; `note` is told what a pipe waits for."""
 
@@ -180,13 +188,10 @@ class Source:
         if path is None or self.size is None:
             # The name of a pipe says nothing, so the first byte decides.
             with _telling_of_waits(self.name, note):
-                self._stream = Stream(path, regular=False)
+                self._stream = Stream(path.open("rb") if path else None, regular=False)
                 self.extension = _BY_FIRST_BYTE.get(self._stream.peek(1)[:1], ".txt")
             return
-        name = path.name.lower()
-        for suffix in _COMPRESSED:
-            name = name.removesuffix(suffix)
-        self.extension = Path(name).suffix
+        self.extension = extension_of(path.name)
         try:
             self.can_seek = not is_compressed(path)
         except OSError as error:
@@ -203,9 +208,14 @@ class Source:
         changed = self.path.stat().st_mtime_ns if self.path and self.size is not None else None
         return self.name, self.size, changed
 
+    def open_file(self) -> io.BufferedReader:
+        """The content of a file as it is stored."""
+        assert self.path is not None
+        return self.path.open("rb")
+
     def open(self, begin: int = 0) -> Stream:
         """The decompressed content from a byte on; a pipe can be opened only once."""
-        stream = self._stream or Stream(self.path, regular=True)
+        stream = self._stream or Stream(self.open_file(), regular=True)
         while begin and (skipped := stream.read(min(begin, 1 << 20))):
             begin -= len(skipped)
         return stream
@@ -217,9 +227,8 @@ class Source:
 class Stream:
     """The decompressed content of a source, read from beginning to end."""
 
-    def __init__(self, path: Path | None, *, regular: bool) -> None:
-        self._path = path
-        file = path.open("rb") if path else None
+    def __init__(self, file: io.BufferedReader | None, *, regular: bool) -> None:
+        self._is_file = file is not None
         raw: Any = decompressed(file) if file else sys.stdin.buffer
         # What stands in for standard input need not be buffered.
         buffered = isinstance(raw, io.BufferedReader)
@@ -261,7 +270,7 @@ class Stream:
         return self._file.tell() if self._file else 0
 
     def close(self) -> None:
-        if self._path:
+        if self._is_file:
             self._reader.close()
 
 
@@ -405,9 +414,9 @@ def cut_lines(source: Source, options: ReadOptions, begin: int) -> Iterator[Text
         yield from cut_stream(source, options, begin, last_cut=after_last_line)
         return
     assert source.size is not None
-    if begin and source.path:
+    if begin:
         # The reader of the first block looks at its content, but another part may have that.
-        with source.path.open("rb") as file:
+        with source.open_file() as file:
             check_encoding(file.read(_ENCODING_SAMPLE))
     for start in range(begin, source.size, options.block_bytes):
         end = min(start + options.block_bytes, source.size)
@@ -418,8 +427,7 @@ def content_of(source: Source, block: TextBlock, options: ReadOptions) -> bytes:
     """The content of a block, or the lines that begin in it, without a byte order mark."""
     content = block.content
     if content is None:
-        assert source.path is not None
-        with source.path.open("rb") as opened:
+        with source.open_file() as opened:
             file = opened if source.can_seek else decompressed(opened)
             first = max(block.begin - 1, 0)
             if first:
@@ -440,9 +448,8 @@ def lines_before(source: Source, position: int) -> int:
     """How many lines of a plain file begin before a byte."""
     if position == 0:
         return 0
-    assert source.path is not None
     newlines, left = 0, position - 1
-    with source.path.open("rb") as file:
+    with source.open_file() as file:
         while left and (piece := file.read(min(left, 1 << 22))):
             newlines += piece.count(b"\n")
             left -= len(piece)

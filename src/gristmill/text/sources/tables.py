@@ -32,7 +32,7 @@ import io
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -62,14 +62,16 @@ _MAX_NAMES = 20
 _MAX_NAME_LENGTH = 40
 
 
-def missing_column(key: str, columns: Sequence[str]) -> ReadError:
-    """The failure of a table without a requested column."""
+def missing_column(key: str, columns: Sequence[str], texts: Sequence[str] = ()) -> ReadError:
+    """The failure of a table without a requested column; `texts` are those that hold text, if that
+    is known."""
     length = _MAX_NAME_LENGTH
     shown = [name if len(name) <= length else f"{name[:length]}…" for name in columns[:_MAX_NAMES]]
     more = f" and {len(columns) - _MAX_NAMES} more" if len(columns) > _MAX_NAMES else ""
     return ReadError(
         f"there is no column {key!r}; the columns are: {', '.join(shown)}{more}",
-        remedy="name the column that holds the text: --json-key",
+        remedy="name the column that holds the text: --json-key"
+        + (f" {texts[0]!r}, which is the only one of strings" if len(texts) == 1 else ""),
     )
 
 
@@ -239,7 +241,8 @@ def _check_columns(schema: Any, options: ReadOptions) -> None:
     for key in options.keys:
         indices = schema.get_all_field_indices(key)
         if not indices:
-            raise missing_column(key, schema.names)
+            texts = [field.name for field in schema if str(field.type) in _bytes_by_text()]
+            raise missing_column(key, schema.names, texts)
         if len(indices) > 1:
             raise ReadError(
                 f"there are {len(indices)} columns {key!r}", remedy="give each a name of its own"
@@ -308,11 +311,27 @@ def _slices(
         yield TextBlock(start, start + part.num_rows, disk, content=_rows(part, options))
 
 
-def _open_parquet(source: Source) -> Any:
-    # Without the last two options, a row group would be loaded whole.
-    return _pyarrow("pyarrow.parquet").ParquetFile(
-        source.path, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER
-    )
+@contextmanager
+def _open_parquet(source: Source) -> Iterator[Any]:
+    with ExitStack() as stack:
+        place = source.path or stack.enter_context(source.open_file())
+        # Without the last two options, a row group would be loaded whole.
+        yield stack.enter_context(
+            _pyarrow("pyarrow.parquet").ParquetFile(
+                place, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER
+            )
+        )
+
+
+@contextmanager
+def _open_arrow(source: Source) -> Iterator[Any]:
+    arrow = _pyarrow()
+    if source.path:
+        with arrow.OSFile(str(source.path)) as handle:
+            yield handle
+        return
+    with source.open_file() as file:
+        yield arrow.PythonFile(file, mode="r")
 
 
 class _RowGroup(NamedTuple):
@@ -375,7 +394,7 @@ def _read_parquet(source: Source, block: TextBlock, options: ReadOptions) -> Tex
 
 
 def _cut_arrow(source: Source, options: ReadOptions, begin: int) -> Iterator[TextBlock]:
-    with _opening(source), _pyarrow().OSFile(str(source.path)) as handle:
+    with _opening(source), _open_arrow(source) as handle:
         ipc = _pyarrow("pyarrow.ipc")
         start = handle.read(len(_ARROW_FILE))
         if start.startswith(_OLD_FEATHER):

@@ -1,6 +1,6 @@
 // The charts of the page: which there are, and what each of them shows.
 
-import { chartOf, MARKER_COLOURS, markerKind, SECTIONS } from "./catalog.js";
+import { chartOf, MARKER_COLOURS, markerKind, PART_DASHES, SECTIONS } from "./catalog.js";
 import { Board, cssColour, seriesColour, valueText } from "./charts.js";
 import { grouped, smoothed } from "./curves.js";
 import { byId } from "./dom.js";
@@ -163,10 +163,14 @@ export class Panels {
     const curve = this.store.get(row.id, name);
     if (!curve?.x.length) return [];
     const weight = spec.smooth && !dashes ? this.view.smooth : 0;
-    const several = (this.names.get(spec.id) ?? []).length > 1 || dashes;
+    const names = this.names.get(spec.id) ?? [], several = names.length > 1 || dashes;
+    const at = names.indexOf(name), single = this.runs.shown().length === 1;
+    // The lines of one run have colours of their own; of several runs, colours tell the run.
+    const colour = spec.parted && single ? seriesColour(at) : this.runs.colourOf(row.id);
+    if (spec.parted && !single) dashes = PART_DASHES[at % PART_DASHES.length];
     return [{
-      key: row.id, label: part && several ? `${row.name}, ${part}` : row.name,
-      colour: this.runs.colourOf(row.id), x: curve.x,
+      key: row.id, label: part && (several || spec.parted) ? `${row.name}, ${part}` : row.name,
+      colour, x: curve.x,
       y: weight ? smoothed(curve.mean, weight) : curve.mean, raw: weight ? curve.mean : null,
       low: curve.low, high: curve.high, dashes, whiskers: spec.whiskers,
       sparse: spec.sparse || name.startsWith("validation."),
