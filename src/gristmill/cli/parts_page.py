@@ -50,7 +50,8 @@ class PartsPage:
     def follow(self, progress: PartsProgress) -> None:
         """Write the page if it has become old."""
         done, total = progress.bytes_done, progress.bytes_total
-        self._progress = self._progress or {"first": done}
+        if self._progress is None or self._progress["stage"] != progress.stage:
+            self._progress = {"first": done}
         read = done - self._progress["first"]
         left = (total - done) * progress.seconds / read if read > 0 else None
         self._progress |= {**asdict(progress), "seconds_left": left}

@@ -29,7 +29,7 @@ from gristmill.text.prepare.prepare import PrepareResult
 from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.sources.reading import STDIN, find_sources
 from gristmill.text.tokenizers.tokenizer import TOKENIZER_FILES
-from gristmill.tokens.format import LEDGER_FILE, file_of, read_manifest
+from gristmill.tokens.format import LEDGER_FILE, SIGNATURES_FILE, file_of, read_manifest
 from gristmill.tokens.remote import (
     TOKENIZER_FOLDER,
     check_target,
@@ -39,7 +39,11 @@ from gristmill.tokens.remote import (
 )
 
 UPLOADS = Path(".gristmill-uploads")
-_COMPANIONS = (LEDGER_FILE, *(f"{TOKENIZER_FOLDER}/{name}" for name in TOKENIZER_FILES))
+_COMPANIONS = (
+    LEDGER_FILE,
+    SIGNATURES_FILE,
+    *(f"{TOKENIZER_FOLDER}/{name}" for name in TOKENIZER_FILES),
+)
 COPY = """
 Examples:
 
@@ -158,7 +162,7 @@ def _remove(prefixes: Sequence[Path], others: Sequence[Path]) -> None:
     for prefix in prefixes:
         files = read_manifest(prefix).files
         shutil.rmtree(file_of(prefix, TOKENIZER_FOLDER), ignore_errors=True)
-        for suffix in (*files, LEDGER_FILE, ".json"):
+        for suffix in (*files, LEDGER_FILE, SIGNATURES_FILE, ".json"):
             file_of(prefix, suffix).unlink(missing_ok=True)
     for file in others:
         file.unlink(missing_ok=True)

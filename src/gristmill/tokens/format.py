@@ -43,6 +43,8 @@ from gristmill.base.files import SEAL, read_json, seal_of, write_sealed_json
 KIND = "gristmill token set"
 LEDGER_FILE = ".ledger.json"
 """What became of every line of the text, beside the sets that were prepared from it."""
+SIGNATURES_FILE = ".signatures"
+"""What the documents of a set were compared by, if duplicates were dropped."""
 VERSION = 1
 COPY_AGAIN = "copy the set again from where it came, or prepare it again"
 _SAME_NAMES = (

@@ -28,6 +28,7 @@ from gristmill.hub.remote_file import open_remote
 from gristmill.hub.stores import look_for, writable_store_of
 from gristmill.tokens.format import (
     LEDGER_FILE,
+    SIGNATURES_FILE,
     FileFacts,
     Manifest,
     NewSet,
@@ -56,7 +57,9 @@ class _Content(NamedTuple):
 
 def _contents(prefix: Path, manifest: Manifest) -> list[_Content]:
     """All files of a local set, its manifest last."""
-    beside = [LEDGER_FILE] if file_of(prefix, LEDGER_FILE).is_file() else []
+    beside = [
+        suffix for suffix in (LEDGER_FILE, SIGNATURES_FILE) if file_of(prefix, suffix).is_file()
+    ]
     folder = file_of(prefix, TOKENIZER_FOLDER)
     if folder.is_dir():
         beside += [f"{TOKENIZER_FOLDER}/{file.name}" for file in sorted(folder.iterdir())]

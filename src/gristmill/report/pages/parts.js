@@ -6,8 +6,8 @@ import { followTheme } from "./theme.js";
 import { byteSize, count, missing, percent, span, wholeNumber } from "./numbers.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const STATES = ["done", "running", "interrupted", "failed", "missing"];
-const MEANINGS = { interrupted: "interrupted, goes on when it is started again", missing: "not begun" };
+const STATES = ["done", "signed", "running", "interrupted", "failed", "missing"];
+const MEANINGS = { signed: "signed, waits to be grouped with all others", interrupted: "interrupted, goes on when it is started again", missing: "not begun" };
 const sum = (name) => data.parts.reduce((total, part) => total + part[name], 0);
 const amount = (state) => data.parts.filter((part) => part.state === state).length;
 

@@ -29,10 +29,9 @@ from gristmill.text.dedup.signatures import SignatureSettings
 from gristmill.text.dedup.sorting import Rows, read_rows, write_rows
 from gristmill.text.prepare.workers import Workers
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
-from gristmill.tokens.format import COPY_AGAIN, TokenReader, file_of
+from gristmill.tokens.format import COPY_AGAIN, SIGNATURES_FILE, TokenReader, file_of
 from gristmill.tokens.store import find_manifest, is_empty_part, open_tokens
 
-SIGNATURES_FILE = ".signatures"
 _KIND = "gristmill signatures"
 _TOKENS = 1 << 19
 """Tokens that are turned into text at a time."""
