@@ -14,7 +14,7 @@ from gristmill.base.units import Duration
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import LoadedModel
 from gristmill.checkpoint.state import TrainState
-from gristmill.evaluate.results import EvaluationResult, write_result
+from gristmill.evaluate.results import EvaluationResult, with_check, write_result
 from gristmill.evaluate.tasks import OpenTask
 from gristmill.models.spec import CausalLM
 from gristmill.strategies.strategy import Strategy
@@ -98,7 +98,8 @@ class EvaluateTasks:
             self.folder.require_here()
             settings: dict[str, int | None] = {"items": self.items, "shots": None}
             result = replace(result, precision=self.precision, settings=settings)
-            write_result(self.folder.evals, result, loaded)
+            checked = with_check(result, self.folder.path)
+            write_result(self.folder.evals, checked, loaded)
 
     def _record(self, result: EvaluationResult) -> None:
         facts = {"items": result.count, "seconds": result.seconds}
