@@ -33,7 +33,7 @@ from gristmill.track.folder import RunFolder
 
 STYLES = ("report.css", "charts.css")
 SCRIPTS = (
-    *("elements.js", "theme.js", "numbers.js", "curves.js", "painting.js", "charts.js"),
+    *("elements.js", "page_theme.js", "numbers.js", "curves.js", "painting.js", "charts.js"),
     *("catalog.js", "account.js", "report.js"),
 )
 """The scripts of the page, each after those that it imports."""

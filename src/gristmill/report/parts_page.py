@@ -10,7 +10,7 @@ from typing import Any
 from gristmill.base.files import write_atomic
 from gristmill.report.page import STYLES, whole_page
 
-_SCRIPTS = ("elements.js", "theme.js", "numbers.js", "parts.js")
+_SCRIPTS = ("elements.js", "page_theme.js", "numbers.js", "parts.js")
 
 
 def write_parts_page(status: Mapping[str, Any], output: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from gristmill.base.files import write_atomic
 from gristmill.report.page import STYLES, whole_page
 
-_SCRIPTS = ("elements.js", "theme.js", "numbers.js", "tokens.js")
+_SCRIPTS = ("elements.js", "page_theme.js", "numbers.js", "tokens.js")
 
 
 def write_tokens_page(statistics: Mapping[str, Any], output: Path) -> Path:

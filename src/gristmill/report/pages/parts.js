@@ -2,7 +2,7 @@
 // while the parts run.
 
 import { element, numberCell, numberHead, tableCard } from "./elements.js";
-import { followTheme } from "./theme.js";
+import { followTheme } from "./page_theme.js";
 import { byteSize, count, missing, percent, span, wholeNumber } from "./numbers.js";
 
 const data = JSON.parse(document.getElementById("data").textContent);

@@ -1,6 +1,6 @@
 // The report: one page that holds its own data, from top to bottom.
 
-import { followTheme } from "./theme.js";
+import { followTheme } from "./page_theme.js";
 import { stragglerTable, timeFigure, timeTable } from "./account.js";
 import {
   chartOf, higherIsBetter, MARKER_COLOURS, markerKind, PART_DASHES, SECTIONS,

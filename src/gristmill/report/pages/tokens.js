@@ -1,7 +1,7 @@
 // What a token set consists of: one page that holds its own data.
 
 import { element, numberCell, numberHead, tableCard } from "./elements.js";
-import { followTheme } from "./theme.js";
+import { followTheme } from "./page_theme.js";
 import {
   byteSize, count, missing, percent, percentish, significant, wholeNumber,
 } from "./numbers.js";
