@@ -51,6 +51,7 @@ SHARES = (
     {"books": 0.1, "encyclopedia": 0.2, "papers": 0.25, "pages": 0.2, "code": 0.25},
 )
 RUN = """
+name = "{name}"
 preset = "modern-nano"
 
 [model]
@@ -129,10 +130,18 @@ def train(work: Path, name: str, data: str, tokens: int, stages: str = "") -> di
     main = ", ".join(f'"{work}/validation/{domain}" = 0.2' for domain in NAMES)
     every = tokens // 8
     file.write_text(
-        RUN.format(data=data, validation=main, stages=stages, sets=sets, tokens=tokens, every=every)
+        RUN.format(
+            name=name,
+            data=data,
+            validation=main,
+            stages=stages,
+            sets=sets,
+            tokens=tokens,
+            every=every,
+        )
     )
     if not (folder / "metrics.jsonl").is_file():
-        gristmill("train", file, f"track.folder={folder}")
+        gristmill("train", file, f"folder={folder}")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if record["kind"] == "validation"][-1]
     return {domain: found["loss"] for domain, found in last["sets"].items()}
