@@ -63,7 +63,7 @@ validation = {{ {validation} }}
 {stages}
 [validate]
 every = "{every} tokens"
-windows = 400
+windows = 160
 
 {sets}
 [train]
@@ -128,7 +128,7 @@ def train(work: Path, name: str, data: str, tokens: int, stages: str = "") -> di
     )
     # The main validation set is all domains in equal parts.
     main = ", ".join(f'"{work}/validation/{domain}" = 0.2' for domain in NAMES)
-    every = tokens // 8
+    every = tokens // 3
     file.write_text(
         RUN.format(
             name=name,
