@@ -22,7 +22,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 _MOST_PIECES = 1 << 16
@@ -93,8 +93,16 @@ class English:
                 pieces = tuple(self._divide(word, {}))
                 self._sequences.setdefault(pieces[0], []).append(pieces)
         sequences = chain.from_iterable(self._sequences.values())
+        self._beginnings = frozenset(
+            (first, second)
+            for first, second, *rest in _of_two_words(self._sequences.values())
+            if self.known["".join((first, second, *rest))] != (first, second, *rest)
+        )
+        """How those begin that are not what they are divided into."""
         self._in_sequences = frozenset(chain.from_iterable(sequences))
-        self.sentence_ends = frozenset(map(chr, code_points(tables["sentences"]["ends"])))
+        ends = code_points(tables["sentences"]["ends"])
+        self.sentence_ends = frozenset(map(chr, ends))
+        self._ends = re.compile(f"[{_class(ends)}]")
 
     def _has_marks(self, word: str) -> bool:
         patterns = self._patterns
@@ -181,7 +189,7 @@ class English:
         `glued[i]`: no blank stands between word i and the next one. Longer ones come first, and
         none that touches another, even if that one changes nothing.
         """
-        if self._sequences.keys().isdisjoint(words):
+        if self._beginnings.isdisjoint(pairwise(words)):
             return None
         spans = sorted(self._spans(words), key=lambda span: (span.begin - span.end, span.begin))
         seen, replaced = set[int](), dict[int, tuple[int, Sequence[str]]]()
@@ -233,6 +241,12 @@ class English:
                 begun = True
         yield self.joined(words, glued) or words
 
+    def most_sentences(self, text: str) -> int:
+        """No text has more sentences than this."""
+        if text.isascii():
+            return 1 + text.count(".") + text.count("!") + text.count("?")
+        return 1 + len(self._ends.findall(text))
+
     def sentences(self, text: str, *, enough: int | None = None) -> int:
         """How many sentences a text has, counted until there are enough."""
         count, ended = 1, False
@@ -245,6 +259,12 @@ class English:
                     if count == enough:
                         return count
         return count
+
+
+def _of_two_words(
+    sequences: Iterable[Sequence[tuple[str, ...]]],
+) -> Iterator[tuple[str, ...]]:
+    return (words for words in chain.from_iterable(sequences) if len(words) > 1)
 
 
 def is_punctuation(word: str) -> bool:

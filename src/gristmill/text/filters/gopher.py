@@ -108,13 +108,14 @@ class GopherRepetition:
 
     def _broken_rule(self, document: TextDocument) -> str | None:
         limits, text = self._settings, document.text
-        paragraphs = _PARAGRAPHS.split(text.strip())
+        several = "\n\n" in text
+        paragraphs = _PARAGRAPHS.split(text.strip()) if several else [text.strip()]
         again = repeated(paragraphs)
         if over(again.texts / len(paragraphs), limits.max_paragraphs):
             return "duplicate paragraphs"
         if over(again.characters / len(text), limits.max_paragraph_characters):
             return "characters of duplicate paragraphs"
-        lines = _LINES.split(text)
+        lines = _LINES.split(text) if several else text.split("\n")
         again = repeated(lines)
         if over(again.texts / len(lines), limits.max_lines):
             return "duplicate lines"

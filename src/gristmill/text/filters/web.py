@@ -78,6 +78,8 @@ class C4Quality:
     def _enough_sentences(self, lines: Sequence[str]) -> bool:
         """Every line is one sentence at least, so most documents need no counting."""
         wanted = self._settings.min_sentences - len(lines)
+        if sum(english().most_sentences(line) - 1 for line in lines) < wanted:
+            return False
         for line in lines:
             if wanted <= 0:
                 break

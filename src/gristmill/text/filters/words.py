@@ -25,7 +25,8 @@ _MOST_PIECES = 1 << 17
 """Pieces that are remembered from one text to the next."""
 _JOINED = -1
 """Stands for a piece in which known words were put together: what is around it may matter."""
-HASH_BASE = np.uint64(0x9E3779B97F4A7C15 | 1)
+HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
+_BASE, _MODULUS = int(HASH_BASE), (1 << 64) - 1
 
 
 class WordTable(dict[str, tuple[int, ...]]):
@@ -36,9 +37,7 @@ class WordTable(dict[str, tuple[int, ...]]):
         self.words: list[str] = []
         """The words by their numbers."""
         self._numbers: dict[str, int] = {}
-        self._facts = WordFacts.of_size(1024)
-        self._known = 0
-        """How many words the facts are about."""
+        self.facts = WordFacts.of_size(1024)
 
     @functools.cached_property
     def language(self) -> English:
@@ -51,7 +50,6 @@ class WordTable(dict[str, tuple[int, ...]]):
             self.clear()
             self.words.clear()
             self._numbers.clear()
-            self._known = 0
         found = map(self.__getitem__, text.split())
         numbers = np.fromiter(chain.from_iterable(found), np.int64)
         if numbers.size and numbers.min() == _JOINED:
@@ -72,21 +70,10 @@ class WordTable(dict[str, tuple[int, ...]]):
         if number is None:
             number = self._numbers[word] = len(self.words)
             self.words.append(word)
+            if number == len(self.facts.lengths):
+                self.facts = self.facts.doubled()
+            self.facts.note(number, word)
         return number
-
-    @property
-    def facts(self) -> WordFacts:
-        """Facts about all words that have a number."""
-        if self._known < len(self.words):
-            if len(self.words) > len(self._facts.lengths):
-                grown = WordFacts.of_size(2 * len(self.words))
-                for new, old in zip(grown, self._facts, strict=True):
-                    new[: self._known] = old[: self._known]
-                self._facts = grown
-            for column, new in zip(self._facts, _facts_of(self.words[self._known :]), strict=True):
-                column[self._known : len(self.words)] = new
-            self._known = len(self.words)
-        return self._facts
 
 
 class WordFacts(NamedTuple):
@@ -110,19 +97,22 @@ class WordFacts(NamedTuple):
             np.zeros(count, np.uint64),
         )
 
+    def doubled(self) -> WordFacts:
+        """The same with room for twice as many words."""
+        double = WordFacts.of_size(2 * len(self.lengths))
+        for new, old in zip(double, self, strict=True):
+            new[: len(old)] = old
+        return double
 
-def _facts_of(words: Sequence[str]) -> WordFacts:
-    lengths = np.fromiter(map(len, words), np.int64, len(words))
-    plain = np.fromiter((not _symbols().issuperset(word) for word in words), np.bool_)
-    has_letter = np.fromiter((any(map(str.isalpha, word)) for word in words), np.bool_)
-    characters = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), "<u4")
-    powers, inverse = powers_of_base(len(characters) + 1)
-    terms = np.cumsum(characters * powers[: len(characters)])
-    sums = np.concatenate((np.zeros(1, np.uint64), terms))
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    hashes = (sums[ends] - sums[starts]) * inverse[starts]
-    return WordFacts(lengths, lengths * plain, has_letter, hashes)
+    def note(self, number: int, word: str) -> None:
+        """Write down what is known of a word."""
+        self.lengths[number] = len(word)
+        self.plain_lengths[number] = 0 if _symbols().issuperset(word) else len(word)
+        self.has_letter[number] = word.isalpha() or any(map(str.isalpha, word))
+        value = 0
+        for point in map(ord, reversed(word)):
+            value = (value * _BASE + point) & _MODULUS
+        self.hashes[number] = value
 
 
 @functools.cache
