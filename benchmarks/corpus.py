@@ -42,7 +42,8 @@ NAMES = ("books", "encyclopedia", "papers", "pages", "code")
 FILTERS = {
     "books": ["--filter", "gopher-repetition"],
     "encyclopedia": ["--filter", "gopher"],
-    "papers": ["--filter", "gopher"],
+    # Gopher's rule on words with letters would drop the textbooks with formulas.
+    "papers": ["--filter", "gopher-repetition"],
     "pages": ["--filter", "gopher,fineweb"],
     "code": ["--filter", "length=200"],
 }
@@ -55,7 +56,7 @@ name = "{name}"
 preset = "modern-nano"
 
 [model]
-context = 256
+context = 128
 
 [data]
 {data}
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("--pack-validation", type=Path, required=True)
     parser.add_argument("--code", type=Path, nargs="+", required=True)
     parser.add_argument("--code-validation", type=Path, nargs="+", required=True)
-    parser.add_argument("--tokens", type=int, default=8_000_000)
+    parser.add_argument("--tokens", type=int, default=1_500_000)
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     raw, held_out, tokenizer = work / "raw", work / "held-out", work / "tokenizer"

@@ -130,7 +130,8 @@ def test_n_grams(words: list[str], n: int, limit: float) -> None:
     if n <= len(words):
         assert grams.top_exceeds(n, limit, size) == (top_characters(words, n) / size > limit)
     expected = repeated_characters(words, n) / size > limit
-    assert (n in grams.may_repeat([n]) and grams.repeats_exceed(n, limit, size)) == expected
+    hashes = grams.may_repeat([n]).get(n)
+    assert (hashes is not None and grams.repeats_exceed(n, hashes, limit, size)) == expected
 
 
 def test_limits_are_allowed() -> None:

@@ -215,6 +215,13 @@ class English:
                 if tuple(words[begin:end]) == sequence:
                     yield _Span(begin, end)
 
+    def may_touch(self, before: str | None, after: str | None) -> bool:
+        """Whether what is put together in a piece may depend on the pieces before and after it."""
+        # Whatever reaches across a blank holds the word right before or after it.
+        return (before is not None and self.divide(before)[-1] in self._in_sequences) or (
+            after is not None and self.divide(after)[0] in self._in_sequences
+        )
+
     def words_of(self, text: str) -> list[str]:
         """All words of a text, those of blanks included; a single space between two is none."""
         return list(chain.from_iterable(self._stretches(text)))

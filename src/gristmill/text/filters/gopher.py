@@ -127,8 +127,8 @@ class GopherRepetition:
         for n, limit in limits.top.items():
             if grams.top_exceeds(n, limit, len(text)):
                 return f"top {n}-gram"
-        for n in grams.may_repeat(list(limits.duplicate)):
-            if grams.repeats_exceed(n, limits.duplicate[n], len(text)):
+        for n, hashes in grams.may_repeat(list(limits.duplicate)).items():
+            if grams.repeats_exceed(n, hashes, limits.duplicate[n], len(text)):
                 return f"duplicate {n}-grams"
         return None
 
@@ -177,26 +177,31 @@ class NGrams:
         length = sum(len(self._table.words[number]) for number in first) + n - 1
         return most * length / size > limit
 
-    def may_repeat(self, lengths: Sequence[int]) -> list[int]:
-        """For which n there are n-grams that may have occurred before."""
+    def may_repeat(self, lengths: Sequence[int]) -> dict[int, npt.NDArray[np.uint64]]:
+        """By n, the hashes of n-grams that may have occurred before, sorted; only where there are
+        some."""
         lengths = [n for n in lengths if n < len(self._words)]
         # Where an n-gram would go beyond the end stands a number that is nowhere else.
         hashes = np.tile(np.arange(len(self._words), dtype=np.uint64), (len(lengths), 1))
         for row, n in zip(hashes, lengths, strict=True):
             row[: len(row) - n + 1] = self._hashes(n)
         hashes.sort(axis=1)
-        equal = (hashes[:, 1:] == hashes[:, :-1]).any(axis=1).tolist()
-        return [n for n, some in zip(lengths, equal, strict=True) if some]
+        equal = hashes[:, 1:] == hashes[:, :-1]
+        return {n: hashes[row, 1:][equal[row]] for row, n in enumerate(lengths) if equal[row].any()}
 
-    def repeats_exceed(self, n: int, limit: float, size: int) -> bool:
+    def repeats_exceed(
+        self, n: int, again: npt.NDArray[np.uint64], limit: float, size: int
+    ) -> bool:
         """Whether n-grams that occurred before have more than a share of so many characters."""
         hashes = self._hashes(n)
-        order = np.argsort(hashes, kind="stable")
-        again = order[1:][hashes[order[1:]] == hashes[order[:-1]]]
+        nearest = np.minimum(np.searchsorted(again, hashes), len(again) - 1)
+        places = np.flatnonzero(again[nearest] == hashes)
+        places = places[np.argsort(hashes[places], kind="stable")]
+        later = places[1:][hashes[places[1:]] == hashes[places[:-1]]]
         # All words of n-grams that may have occurred before are more than those that did.
         changes = np.zeros(len(self._ends), np.int64)
-        np.add.at(changes, again, 1)
-        np.add.at(changes, again + n, -1)
+        np.add.at(changes, later, 1)
+        np.add.at(changes, later + n, -1)
         if self._lengths[np.cumsum(changes[:-1]) > 0].sum() / size <= limit:
             return False
         return self._count_repeated(n) / size > limit

@@ -21,7 +21,7 @@ from gristmill.text.filters.english import English, code_points, english, tables
 
 Numbers = npt.NDArray[np.int64]
 
-_MOST_PIECES = 1 << 17
+_MOST_PIECES = 1 << 18
 """Pieces that are remembered from one text to the next."""
 _JOINED = -1
 """Stands for a piece in which known words were put together: what is around it may matter."""
@@ -37,6 +37,8 @@ class WordTable(dict[str, tuple[int, ...]]):
         self.words: list[str] = []
         """The words by their numbers."""
         self._numbers: dict[str, int] = {}
+        self._joined: dict[str, tuple[int, ...]] = {}
+        """The words of such pieces, if nothing around them matters."""
         self.facts = WordFacts.of_size(1024)
 
     @functools.cached_property
@@ -50,17 +52,33 @@ class WordTable(dict[str, tuple[int, ...]]):
             self.clear()
             self.words.clear()
             self._numbers.clear()
-        found = map(self.__getitem__, text.split())
-        numbers = np.fromiter(chain.from_iterable(found), np.int64)
+            self._joined.clear()
+        pieces = text.split()
+        numbers = np.fromiter(chain.from_iterable(map(self.__getitem__, pieces)), np.int64)
         if numbers.size and numbers.min() == _JOINED:
-            words = (word for word in self.language.words_of(text) if not word.isspace())
-            return np.fromiter(map(self.number_of, words), np.int64)
+            return self._with_joined(text, pieces)
         return numbers
+
+    def _with_joined(self, text: str, pieces: Sequence[str]) -> Numbers:
+        """The words of a text in which known words were put together."""
+        numbers, language = list[int](), self.language
+        for before, piece, after in zip((None, *pieces), pieces, (*pieces[1:], None), strict=False):
+            found = self[piece]
+            if found == (_JOINED,):
+                if language.may_touch(before, after):
+                    words = (word for word in language.words_of(text) if not word.isspace())
+                    return np.fromiter(map(self.number_of, words), np.int64)
+                found = self._joined[piece]
+            numbers += found
+        return np.asarray(numbers, np.int64)
 
     def __missing__(self, piece: str) -> tuple[int, ...]:
         words: Sequence[str] = self.language.divide(piece)
-        joined = len(words) > 1 and self.language.joined(words, [True] * len(words))
-        numbers = (_JOINED,) if joined else tuple(map(self.number_of, words))
+        joined = self.language.joined(words, [True] * len(words)) if len(words) > 1 else None
+        numbers = tuple(map(self.number_of, joined or words))
+        if joined:
+            self._joined[piece] = numbers
+            numbers = (_JOINED,)
         self[piece] = numbers
         return numbers
 
