@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 # Read when torch is imported, here and in processes that tests start. Test processes are more than
@@ -37,6 +38,10 @@ from gristmill.hub import buckets, patience
 from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
+
+# A busy machine may take a hundred times as long for one example as for the next.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_configure() -> None:

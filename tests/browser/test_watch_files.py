@@ -6,14 +6,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import gristmill
-from gristmill.report.page import SCRIPTS, STYLES
+from gristmill.report import page, parts_page, tokens_page
 
 ROOT = Path(gristmill.__file__).parent
 SHARED = ROOT / "report" / "pages"
+PAGES = (page, tokens_page, parts_page)
 FOLDERS = (ROOT / "watch" / "pages", SHARED, ROOT / "web" / "pages")
 FILES = [file for folder in FOLDERS for file in sorted(folder.iterdir())]
 
@@ -52,18 +54,24 @@ def test_what_is_named_is_there_once() -> None:
             assert imported <= {other.name for other in SHARED.iterdir()}, file.name
 
 
-def test_the_report_has_every_script_after_those_that_it_imports() -> None:
-    assert {*SCRIPTS, *STYLES} == {file.name for file in SHARED.iterdir()}
-    for index, name in enumerate(SCRIPTS):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.__name__)
+def test_a_page_has_every_script_after_those_that_it_imports(page: Any) -> None:
+    for index, name in enumerate(page.SCRIPTS):
         text = (SHARED / name).read_text(encoding="utf-8")
-        assert set(re.findall(r'from "\./([\w.]+)"', text)) <= set(SCRIPTS[:index]), name
-        # The report has them inline, where these would end the script.
+        assert set(re.findall(r'from "\./([\w.]+)"', text)) <= set(page.SCRIPTS[:index]), name
+        # The page has them inline, where these would end the script.
         assert not re.search(r"</script|<!--", text, re.IGNORECASE)
 
 
-def test_no_two_scripts_of_the_report_have_the_same_names() -> None:
+def test_no_file_is_left_over() -> None:
+    used = {name for page in PAGES for name in (*page.SCRIPTS, *page.STYLES)}
+    assert used == {file.name for file in SHARED.iterdir()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.__name__)
+def test_no_two_scripts_of_a_page_have_the_same_names(page: Any) -> None:
     names: Counter[str] = Counter()
-    for script in SCRIPTS:
+    for script in page.SCRIPTS:
         text = (SHARED / script).read_text(encoding="utf-8")
         pattern = r"^(?:export )?(?:async )?(?:function\*?|class|const|let)\s+(\w+)"
         names.update(re.findall(pattern, text, re.MULTILINE))

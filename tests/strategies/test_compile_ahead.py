@@ -121,13 +121,21 @@ def python(code: str) -> subprocess.Popen[str]:
 def test_waits_and_remembers_what_worked(
     failing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codes = {"0": "import time; time.sleep(0.5)", "1": f"raise SystemExit({int(failing)})"}
+    gate = tmp_path / "gate"
+    # It ends some time after somebody has begun to wait, however slow this machine is.
+    waiting = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+    codes = {"0": f"{waiting}time.sleep(0.2)", "1": f"raise SystemExit({int(failing)})"}
     monkeypatch.setattr(ahead, "_start", lambda task, environment: python(codes[task.part]))
     begun = list[bool]()
-    with CompileClock(begins=lambda: begun.append(True)) as clock:
+
+    def begins() -> None:
+        begun.append(True)
+        gate.touch()
+
+    with CompileClock(begins=begins) as clock:
         tasks = tasks_of(config_of("optim.type=adamw"))[:2]
         CompileAhead(tasks, done=tmp_path / "ahead/key").wait()
-    assert clock.seconds >= 0.4 and begun == [True]
+    assert clock.seconds >= 0.2 and begun == [True]
     assert (tmp_path / "ahead/key").exists() is not failing
 
 

@@ -7,14 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import gristmill
 from gristmill.base.errors import DataError, UserError
 from gristmill.web.access import is_local, read_keys, require_keys
 from gristmill.web.fields import shown
 from gristmill.web.server import bind
-
-TOGETHER = [("web", "report", "watch"), ("web", "serve")]
-"""Folders of pages that one server offers."""
 
 
 def test_values_are_shown_however_deep_they_are() -> None:
@@ -61,10 +57,3 @@ def test_a_port_that_is_in_use() -> None:
         bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(UserError):
         bind("no such host.example", 1)
-
-
-@pytest.mark.parametrize("parts", TOGETHER)
-def test_no_two_files_of_a_server_have_one_name(parts: tuple[str, ...]) -> None:
-    folders = [Path(gristmill.__file__).parent / part / "pages" for part in parts]
-    names = [file.name for folder in folders for file in folder.iterdir() if file.is_file()]
-    assert len(names) > 10 and len(set(names)) == len(names)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.base.files import write_atomic
-from gristmill.report.page import STYLES, whole_page
+from gristmill.report.page import STYLES as COMMON
+from gristmill.report.page import whole_page
 
-_SCRIPTS = ("elements.js", "page_theme.js", "numbers.js", "tokens.js")
+SCRIPTS = ("elements.js", "page_theme.js", "numbers.js", "tokens.js")
+STYLES = (*COMMON, "tokens.css")
 
 
 def write_tokens_page(statistics: Mapping[str, Any], output: Path) -> Path:
@@ -19,6 +21,5 @@ def write_tokens_page(statistics: Mapping[str, Any], output: Path) -> Path:
     content = {**statistics, "made": made}
     output.parent.mkdir(parents=True, exist_ok=True)
     title = str(statistics["name"])
-    styles = (*STYLES, "tokens.css")
-    write_atomic(output, whole_page(content, title=title, scripts=_SCRIPTS, styles=styles))
+    write_atomic(output, whole_page(content, title=title, scripts=SCRIPTS, styles=STYLES))
     return output
