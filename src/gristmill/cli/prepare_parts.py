@@ -449,6 +449,8 @@ def show_parts(
     if statuses:
         doing = "All parts are done." if complete else "Not all parts are done."
         PartsPage(page, output).write(doing, of=parts)
+    elif page is not None:
+        typer.echo(f"note: no parts are left to show, so {page} is not written", err=True)
     if as_json:
         value = {
             "name": str(output),
