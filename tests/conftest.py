@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import multiprocessing
@@ -24,6 +23,10 @@ import pytest
 # cores already: with two threads each they took more than twice as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What several folders of tests use, also in processes that they start.
+sys.path.append(str(Path(__file__).parent))
+
+import store_server
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -59,14 +62,6 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda handle: None)
         yield
-
-
-_spec = importlib.util.spec_from_file_location(
-    "store_server", Path(__file__).with_name("store_server.py")
-)
-assert _spec and _spec.loader
-store_server = sys.modules["store_server"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(store_server)
 
 
 @pytest.fixture

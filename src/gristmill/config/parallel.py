@@ -137,6 +137,10 @@ class ParallelConfig(Settings):
     elastic: bool = False
     """With gossip or local updates: a worker that dies costs that worker, not the run, and may come
     back."""
+    share_gpu: bool = False
+    """Several processes use one GPU, to try a layout where GPUs are few, not for speed: those of a
+    node are spread over its GPUs, and exchange tensors through host memory, over gloo instead of
+    NCCL. Runs on CPUs, which always share theirs, do not look at it."""
     start_timeout: Patience = "10m"
     """How long processes wait for one another at the start; at least "5s"."""
     timeout: Patience = "10m"

@@ -34,7 +34,7 @@ def announce(run: BuiltRun, tracker: Tracker, resumed: Resumed) -> None:
         f"{run.config.name}: {run.described_size}, "
         f"vocabulary {resolved.vocab}, "
         f"batch {_describe_batch(resolved)}, "
-        f"{run.config.precision.described} on {run.world.device.name}"
+        f"{run.config.precision.described} on {_describe_device(run)}"
     )
     if run.world.layout.processes > 1:
         tracker.say(_mesh_table(run))
@@ -92,6 +92,13 @@ def _mesh_table(run: BuiltRun) -> str:
     ]
     head = f"{mesh.processes} processes; this is rank {run.world.rank} on {run.world.place.host}"
     return "\n".join([head, "    axis         size   here", *rows])
+
+
+def _describe_device(run: BuiltRun) -> str:
+    device = run.world.device
+    if device.sharers is None or device.sharers == 1:
+        return device.name
+    return f"{device.name}, which {device.sharers} processes share, exchanging through host memory"
 
 
 def _describe_batch(resolved: Resolved) -> str:

@@ -106,8 +106,11 @@ class BuiltRun:
 
     @property
     def expected(self) -> Expectation | None:
-        """What the plan says of a step; None where nothing is known of the device."""
+        """What the plan says of a step; None where nothing is known of the device, or where
+        processes share it."""
         device, resolved = self.world.device, self.resolved
+        if device.sharers is not None:
+            return None
         return expect(
             self.config,
             self.world.layout,
