@@ -153,6 +153,12 @@ class ParallelConfig(Settings):
         return self.gossip is not None or self.local is not None
 
     @property
+    def needs_own_gpus(self) -> bool:
+        """Whether processes that run on GPUs need one each. The workers of an elastic run exchange
+        tensors on the host in any case."""
+        return not self.share_gpu and not self.elastic
+
+    @property
     def topology(self) -> str:
         """Who exchanges with whom."""
         return "complete" if self.gossip is None else self.gossip.topology

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -31,7 +31,7 @@ class Device:
     """The device of a process."""
 
     torch_device: torch.device
-    sharers: int | None = None
+    sharers: int | None = field(default=None, kw_only=True)
     """Processes of the run that use it, if they may share it (`parallel.share_gpu`)."""
 
     @property
