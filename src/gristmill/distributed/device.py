@@ -145,8 +145,10 @@ class Device:
         return MatrixRate(products * 2 * size**3 / min(times), size, "bf16" if on_gpu else "fp32")
 
     def peak_flops(self, compute: str, *, tf32: bool) -> float | None:
-        """Peak FLOP/s of matrix products in a number format; None for an unknown device."""
-        return peak_flops(self.name, "tf32" if compute == "fp32" and tf32 else compute)
+        """Peak FLOP/s of matrix products in a number format, of which a process that shares the
+        device has its part; None for an unknown device."""
+        peak = peak_flops(self.name, "tf32" if compute == "fp32" and tf32 else compute)
+        return None if peak is None else peak / (self.sharers or 1)
 
 
 class Mark:
