@@ -197,11 +197,9 @@ def open_device(
     since they exchange nothing on them."""
     if device is None:
         chosen = select_device(config.device)
-        device = (
-            _choose_gpu(place, share=share, spread=spread)
-            if chosen.type == "cuda"
-            else Device(chosen)
-        )
+        device = Device(chosen)
+        if chosen.type == "cuda":
+            device = _choose_gpu(place, share=share, spread=spread)
     if config.threads is not None:
         _require_threads(config.threads)
         torch.set_num_threads(config.threads)

@@ -107,9 +107,9 @@ class BuiltRun:
     @property
     def expected(self) -> Expectation | None:
         """What the plan says of a step; None where nothing is known of the device, or where
-        processes share it."""
+        processes share it or could."""
         device, resolved = self.world.device, self.resolved
-        if device.sharers is not None:
+        if device.sharers is not None and self.world.mesh.processes > 1:
             return None
         return expect(
             self.config,
