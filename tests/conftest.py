@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import multiprocessing
@@ -24,6 +23,10 @@ import pytest
 # cores already: with two threads each they took more than twice as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What several folders of tests use, also in processes that they start.
+sys.path.append(str(Path(__file__).parent))
+
+import store_server
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -32,6 +35,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
+from gristmill.checkpoint.tensorfile import open_tensors
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
 from gristmill.hub import buckets, patience
@@ -59,14 +63,6 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda handle: None)
         yield
-
-
-_spec = importlib.util.spec_from_file_location(
-    "store_server", Path(__file__).with_name("store_server.py")
-)
-assert _spec and _spec.loader
-store_server = sys.modules["store_server"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(store_server)
 
 
 @pytest.fixture
@@ -193,6 +189,49 @@ def rewrite() -> Callable[[Path, Callable[[Content], Any]], None]:
         folder.commit(staging)
 
     return write
+
+
+# ------------------------------------------------------------------ runs to compare
+
+TIMED = {"time", "tokens_per_second", "step_seconds", "tflops", "tflops_causal", "memory_bytes"}
+TIMED |= {"data_wait", "sync_wait", "seconds"}
+
+
+class Runs:
+    """What two runs must have in common to count as the same."""
+
+    def history(self, folder: Path) -> list[dict[str, Any]]:
+        """All numbers of a run that must not depend on when it was interrupted."""
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            {key: value for key, value in line.items() if key not in TIMED}
+            for line in lines
+            # What a host was busy with, and when, is another matter.
+            if line["kind"] not in ("event", "system", "straggler")
+        ]
+
+    def tensors(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state of the newest checkpoint, and what its strategy keeps."""
+        newest = CheckpointFolder(folder / "checkpoints").newest_intact().path
+        assert newest is not None
+        stored = {kind: open_tensors(newest, kind) for kind in ("model", "optimizer", "strategy")}
+        return {
+            f"{kind}:{name}": one.read_exact(name)
+            for kind, one in stored.items()
+            for name in one.shapes
+        }
+
+    def assert_same(self, one: Path, two: Path) -> None:
+        """Equal numbers at every step, equal bits at the end."""
+        assert self.history(one) == self.history(two)
+        left, right = self.tensors(one), self.tensors(two)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture
+def runs() -> Runs:
+    return Runs()
 
 
 # ------------------------------------------------------------------ several processes

@@ -59,6 +59,7 @@ threads = 1
     ],
 )
 def test_what_is_compiled(words: tuple[str, ...], device: str, expected: object) -> None:
+    words = (*words, 'precision.compute="fp32"')
     config, chosen = run_at(Path("x"), *words), Device(torch.device(device))
     chosen.__dict__["name"] = "NVIDIA H200"  # no test has one
     assert _compiled(config, World(chosen), resolve(config, vocab=257)) == expected

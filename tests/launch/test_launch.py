@@ -220,6 +220,23 @@ def test_what_a_launcher_cannot_do_is_refused(on: str, word: str, says: str) -> 
         script(on, word)
 
 
+def test_a_job_whose_processes_have_no_gpu_each_is_refused() -> None:
+    few = ("launch.gpus_per_node=1", "launch.processes_per_node=2")
+    with pytest.raises(
+        UserError, match="2 processes on each node need a GPU each, and 1"
+    ) as raised:
+        script("slurm", *few)
+    (problem,) = raised.value.problems
+    assert problem.where == "launch.processes_per_node" and problem.remedy is not None
+    for way in ("give 1", "launch.gpus_per_node", "parallel.share_gpu", "runtime.device"):
+        assert way in problem.remedy
+    elastic = 'parallel={ elastic = true, local = { every = "4 steps" } }'
+    for word in ("parallel.share_gpu=true", elastic, 'runtime.device="cpu"'):
+        assert "--gpus-per-node=1" in script("slurm", *few, word)
+    # Polaris gives whole nodes, of which nobody says what they have.
+    assert script("slurm", "launch.processes_per_node=2")
+
+
 def test_every_launcher_is_known_by_name() -> None:
     with pytest.raises(UserError, match="nothing says where to submit"):
         launcher_of(None)

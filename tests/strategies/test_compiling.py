@@ -31,7 +31,7 @@ def gpu(name: str) -> World:
 
 
 def chosen(world: World, *settings: str) -> str | None:
-    config = load_text(RUN, settings, place="choice.toml")
+    config = load_text(RUN, ["precision.compute=fp32", *settings], place="choice.toml")
     return choose_graphs(config, world, resolve(config, vocab=50257))
 
 

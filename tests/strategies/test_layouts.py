@@ -10,147 +10,22 @@ multiplies the smallest singular values, and their roundings, by up to a thousan
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from layout_cases import GPT2, LAYOUTS, MORE, RUN, VOCAB, Crowd, Curve, compare, run
 
 from gristmill.base.process import ProcessInfo
-from gristmill.base.units import Progress, parse_seconds
+from gristmill.base.units import parse_seconds
 from gristmill.config.load import load_text
-from gristmill.config.resolve import resolve
 from gristmill.config.rules import check_mesh
-from gristmill.data.loader import JOINED, DocumentRules, make_batch
 from gristmill.distributed.device import Device
 from gristmill.distributed.world import open_world
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
 from gristmill.train.build import build_strategy
-
-Crowd = Callable[..., list[Any]]
-
-RUN = """
-name = "layouts"
-model = { layers = 2, heads = 4, width = 32, context = 32 }
-data.paths = "none"
-train = { until = "20 steps", batch = 8, accumulate = 2, seed = 5 }
-optim.lr = 1e-3
-runtime = { device = "cpu", threads = 1 }
-"""
-GPT2 = ('optim.type="muon"', 'optim.normalise="neurons"', "optim.adam_eps=1e-4")
-MODERN = (
-    'model.positions="rotary"',
-    'model.norm="rmsnorm"',
-    "model.qk_norm=true",
-    'model.activation="swiglu"',
-    "model.mlp_width=64",
-    "model.bias=false",
-    "model.value_embeddings=1",
-    "model.attention_gate=true",
-    "model.embedding_norm=true",
-    "model.tie_head=false",
-    "model.logit_cap=15.0",
-    "model.kv_heads=2",
-    "model.head_width=12",
-    "model.rotary_fraction=0.5",
-    "model.qkv_bias=true",
-    "model.parallel_residual=true",
-    "optim.eps=1e-4",
-)
-PACKED = DocumentRules(
-    doc_starts="ids", attention=True, positions=True, unweighted=True, end_of_text=3
-)
-VOCAB = 257
-
-
-Curve = dict[str, Any]
-"""What a run shows of itself."""
-
-
-def run(
-    words: tuple[str, ...], *, packed: bool, steps: int = 20, keep: list[GPT] | None = None
-) -> Curve:
-    """Steps of a small run on the processes of this crowd, or on one process."""
-    config = load_text(RUN, words, place="layouts.toml")
-    several = dist.is_initialized()
-    place = ProcessInfo.current() if several else ProcessInfo()
-    mesh = check_mesh(config, processes=place.world)
-    numbers = resolve(config, vocab=VOCAB, mesh=mesh)
-    world = open_world(config.runtime, mesh=mesh, parallel=config.parallel, place=place)
-    control = world.control_group("test")
-    strategy = build_strategy(config, vocab=VOCAB, world=world, control=control)
-    rng, rules = np.random.default_rng(0), PACKED if packed else JOINED
-    results, progress = [], Progress()
-    for _ in range(steps):
-        ids = rng.zipf(1.3, (8, 33)) % VOCAB
-        mine = ids.reshape(-1, mesh.data, numbers.micro_batch, 33)[:, world.data_rank]
-        batches = [make_batch(part, rules=rules) for part in mine]
-        result = strategy.update(strategy.accumulate(batches, progress))
-        progress = progress.after(samples=result.samples, tokens=result.tokens)
-        results.append(result)
-    if keep is not None:
-        keep.append(strategy.model)
-    held_out = np.split(rng.integers(0, VOCAB, (9, 33)), [2, 4, 6, 8])
-    validation = strategy.evaluate([make_batch(ids, rules=rules) for ids in held_out])
-    return {
-        "losses": [result.loss.item() for result in results],
-        "norms": [result.grad_norm.item() for result in results if result.grad_norm is not None],
-        "validation": validation,
-        "samples": progress.samples,
-        "skipped": [result.skipped.item() for result in results if result.skipped is not None],
-        "scales": [one.loss_scale.item() for one in results if one.loss_scale is not None],
-    }
-
-
-def both(words: tuple[str, ...], steps: int) -> list[Curve]:
-    return [
-        run((*GPT2, *words), packed=False, steps=steps),
-        run((*MODERN, *words), packed=True, steps=steps),
-    ]
-
-
-@cache
-def alone(words: tuple[str, ...], steps: int) -> list[Curve]:
-    threads = torch.get_num_threads()
-    try:
-        return both(words, steps)
-    finally:
-        torch.set_num_threads(threads)
-
-
-LAYOUTS = {
-    "copies": (2, ""),
-    "shares": (2, "dp_shard=2"),
-    "shares, gradients whole": (2, 'dp_shard=2 keep="gradients"'),
-    "tensor and sequence": (2, "tp=2"),
-    "heads": (2, 'cp=2 attention="heads"'),
-    "1f1b": (2, "pp=2"),
-    "interleaved": (2, 'pp=2 schedule="interleaved"'),
-    "zero-bubble": (2, 'pp=2 schedule="zero-bubble"'),
-    "shares and tensor": (4, "dp_shard=2 tp=2"),
-    "shares and ring": (4, "dp_shard=2 cp=2"),
-    "pipeline and tensor": (4, "pp=2 tp=2"),
-}
-MORE = {
-    "ring and tensor": (4, "cp=2 tp=2"),
-    "pipeline, shares and tensor": (8, "pp=2 dp_shard=2 tp=2"),
-    "copies, shares and tensor": (8, "dp_replicate=2 dp_shard=2 tp=2"),
-    "shares, weights whole": (2, 'dp_shard=2 keep="weights"'),
-    "tensor": (2, "tp=2 sequence=false"),
-    "ring": (2, "cp=2"),
-    "gpipe": (2, 'pp=2 schedule="gpipe"'),
-    "copies of shares": (4, "dp_replicate=2 dp_shard=2"),
-    "pipeline and copies": (4, 'pp=2 dp_replicate=2 schedule="zero-bubble"'),
-    "pipeline and ring": (4, "pp=2 cp=2"),
-    "pipeline and heads": (4, 'pp=2 cp=2 attention="heads" schedule="interleaved"'),
-    "shares, ring and tensor": (8, "dp_shard=2 cp=2 tp=2"),
-    "pipeline, ring and tensor": (8, "pp=2 cp=2 tp=2"),
-}
-"""Where there is time for them."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -165,25 +40,6 @@ def test_every_layout_computes_what_one_process_does(crowd: Crowd, layout: str) 
 def test_every_layout_over_twenty_steps(crowd: Crowd, layout: str) -> None:
     """Roundings grow from step to step."""
     compare(crowd, layout, steps=20, muon=2e-4, adamw=2e-5)
-
-
-def compare(crowd: Crowd, layout: str, *, steps: int, muon: float, adamw: float) -> None:
-    """Run a layout and one process for so many steps; losses may differ by as much as is said."""
-    processes, settings = (LAYOUTS | MORE)[layout]
-    words = tuple(f"parallel.{word}" for word in settings.split())
-    # Two stages on each of two processes need four layers.
-    model = ("model.layers=4",) if "pp=" in settings else ()
-    # The token after the next one is on another process if sequences are divided.
-    model += () if "cp=" in settings else ("train.mtp=0.5",)
-    answers = crowd(processes, both, (*model, *words), steps)
-    for answer in answers[1:]:
-        assert answer == answers[0], "all processes know the same"
-    for curve, expected, far in zip(answers[0], alone(model, steps), (muon, adamw), strict=True):
-        assert curve["norms"][0] == pytest.approx(expected["norms"][0], rel=2e-6)
-        assert curve["losses"] == pytest.approx(expected["losses"], rel=0, abs=far)
-        assert curve["norms"] == pytest.approx(expected["norms"], rel=10 * far)
-        assert curve["validation"] == pytest.approx(expected["validation"], rel=0, abs=far)
-        assert curve["samples"] == expected["samples"]
 
 
 def common_weights() -> list[list[list[float]]]:

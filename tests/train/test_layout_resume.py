@@ -3,7 +3,6 @@ rounding."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from layout_cases import (
+    EXACT,
+    KFAC,
+    RESUMED,
+    SOAP,
+    all_go_on,
+    exact_pairs,
+    go_on,
+    parallel_words,
+    wholes_and_halves,
+)
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.layout import CheckpointFolder
@@ -19,57 +29,12 @@ from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.strategy import StepResult
 from gristmill.track.metrics import EventRecord, read_metrics
 from gristmill.train.run import Run
-from gristmill.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Runs
 
 Crowd = Callable[..., list[Any]]
 MakeRun = Callable[..., RunConfig]
-
-SETTINGS = (
-    'train.until="12 steps"',
-    "model.layers=4",
-    "model.width=32",
-    "model.heads=4",
-    "model.context=16",
-    "train.batch=8",
-    "train.accumulate=2",
-    "optim.lr=1e-3",
-    "optim.eps=1e-4",
-    'validate.every="6 steps"',
-    'checkpoint.every="100 steps"',
-    'parallel.timeout="30s"',
-)
-
-
-def go_on(config: RunConfig, stop_at: int | None, asked: int | None = None) -> int:
-    """Train until a step, at which one process or all of them are asked to stop."""
-    import torch.distributed as dist
-
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    real, steps = StopRequest.check_time, 0
-
-    def check(self: StopRequest, *, reserve: float) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == stop_at and asked in (None, rank):
-            self.reason = "the test"
-        real(self, reserve=reserve)
-
-    StopRequest.check_time = check  # type: ignore[method-assign]
-    try:
-        return int(Run(config).train().exit)
-    finally:
-        StopRequest.check_time = real  # type: ignore[method-assign]
-
-
-SOAP = (
-    'optim.type="muon"',
-    'optim.preconditioner.type="soap"',
-    "optim.preconditioner.basis_every=2",
-    "optim.preconditioner.eps=1e-4",
-)
 
 LAYOUTS = [
     (1, ""),
@@ -85,10 +50,6 @@ LAYOUTS = [
 ]
 
 
-def words(settings: str) -> list[str]:
-    return [f"parallel.{word}" for word in settings.split()]
-
-
 def settings_with(optimizer: str, *, steps: int) -> list[str]:
     own = {
         "adamw": ("model.tie_head=true",),
@@ -97,7 +58,7 @@ def settings_with(optimizer: str, *, steps: int) -> list[str]:
         "soap": SOAP,
         "kfac": (*KFAC, "optim.preconditioner.damping=0.1", "optim.eps=1e-4"),
     }[optimizer]
-    usual = [word for word in SETTINGS if optimizer == "adamw" or "eps" not in word]
+    usual = [word for word in RESUMED if optimizer == "adamw" or "eps" not in word]
     return [*usual, *own, f'train.until="{steps} steps"', 'validate.every="1 steps"']
 
 
@@ -117,7 +78,7 @@ def test_a_run_moves_from_layout_to_layout(
     known = {"adamw": LAYOUTS, "muon": LAYOUTS[1:6], "accum": LAYOUTS[1:4]}
     chosen = known.get(optimizer, LAYOUTS[:6])
     for processes, layout in chosen:
-        config = make_run(*settings, *words(layout), folder="moving")
+        config = make_run(*settings, *parallel_words(layout), folder="moving")
         if processes == 1:
             go_on(config, 1)
         else:
@@ -150,13 +111,6 @@ MATRIX = {
 }
 
 
-def all_go_on(configs: list[RunConfig], stop_at: int | None, asked: int | None = None) -> list[int]:
-    """One run after the other, in the same processes."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gristmill.train.run.close_run_world", lambda world: None)
-        return [go_on(config, stop_at, asked) for config in configs]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_written_under_any_layout_and_read_under_any(
@@ -168,7 +122,7 @@ def test_written_under_any_layout_and_read_under_any(
 
     def train(layout: str, folders: list[str], stop_at: int | None, exit: Exit) -> None:
         processes, text = MATRIX[layout]
-        configs = [make_run(*settings, *words(text), folder=folder) for folder in folders]
+        configs = [make_run(*settings, *parallel_words(text), folder=folder) for folder in folders]
         if processes == 1:
             answers = [all_go_on(configs, stop_at)]
         else:
@@ -193,53 +147,6 @@ def test_written_under_any_layout_and_read_under_any(
             shutil.rmtree(tmp_path / folder)
 
 
-KFAC = (
-    'optim.preconditioner.type="kfac"',
-    "optim.preconditioner.factor_every=2",
-    "optim.preconditioner.inverse_every=4",
-)
-
-
-EXACT = {
-    "3 processes": {
-        "copies": ("",),
-        "shards": ("dp_shard=3",),
-        "kfac": ("", *KFAC),
-    },
-    "4 processes": {
-        "copies": ("",),
-        "copies of shards": ("dp_replicate=2 dp_shard=2", 'optim.type="muon"'),
-        "shards and tensor": ("dp_shard=2 tp=2",),
-        "ring": ("cp=2",),
-        "pipeline": ("pp=2",),
-        "pipeline alone": ("pp=4", "model.layers=4", "train.accumulate=4"),
-        "soap": ("dp_shard=4", *SOAP),
-    },
-    "4 processes, other layouts": {
-        "shards": ("dp_shard=4",),
-        "shards, gradients whole": ('dp_shard=4 keep="gradients"',),
-        "tensor": ("tp=2",),
-        "tensor alone": ("tp=4",),
-        "ring alone": ("cp=4",),
-        "heads": ('cp=2 attention="heads"',),
-        "zero-bubble": ('pp=2 schedule="zero-bubble"', "model.layers=4"),
-        "muon": ("", 'optim.type="muon"'),
-        "soap": ("", *SOAP),
-        "kfac of copies": ("", *KFAC),
-        "kfac": ("dp_shard=4", *KFAC),
-    },
-}
-"""Layouts on so many processes that the order of sums shows: with two, a + b = b + a hides it."""
-
-
-def wholes_and_halves(pairs: list[tuple[RunConfig, RunConfig]]) -> list[int]:
-    """Each pair's first run to its end, and how its second ends, which the last process is asked to
-    stop in its second step."""
-    all_go_on([whole for whole, _ in pairs], None)
-    last = int(os.environ["WORLD_SIZE"]) - 1
-    return all_go_on([half for _, half in pairs], 2, last)
-
-
 @pytest.mark.parametrize(
     "group",
     [pytest.param(one, marks=[pytest.mark.slow] if "other" in one else []) for one in EXACT],
@@ -248,15 +155,7 @@ def test_the_same_layout_goes_on_to_the_bit(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path, runs: Runs, group: str
 ) -> None:
     layouts, processes = EXACT[group], int(group[0])
-    short = ('train.until="5 steps"', 'validate.every="3 steps"', "train.batch=24")
-    pairs = []
-    for name, (layout, *more) in layouts.items():
-        dropout = 0.0 if "cp=" in layout else 0.1
-        usual = [word for word in SETTINGS if "optim.eps" not in word]
-        own = (f"model.dropout={dropout}", "model.layers=2", *words(layout), *more)
-        settings = (*usual, *short, *own)
-        folders = (f"{name}, {part}" for part in ("whole", "halves"))
-        pairs.append(tuple(make_run(*settings, folder=folder) for folder in folders))
+    pairs = exact_pairs(make_run, layouts)
     answers = crowd(processes, wholes_and_halves, pairs)
     stopped = [int(Exit.STOPPED)] * len(layouts)
     assert answers == [stopped] * processes, "one process was asked, and all stopped"
@@ -282,7 +181,7 @@ def refused(config: RunConfig) -> str:
 def test_what_one_process_cannot_have_is_refused_by_all(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    config = make_run(*SETTINGS)
+    config = make_run(*RESUMED)
     from gristmill.base.locks import FolderLock
 
     (tmp_path / "run").mkdir()
@@ -302,9 +201,9 @@ def test_a_mesh_that_does_not_fit_is_refused(make_run: MakeRun) -> None:
 def test_another_layout_of_as_many_processes_is_said_to_round_otherwise(
     crowd: Crowd, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    settings = (*SETTINGS, "model.layers=2", 'validate.every="6 steps"')
+    settings = (*RESUMED, "model.layers=2", 'validate.every="6 steps"')
     for layout in ("tp=2", "tp=2", "pp=2"):
-        config = make_run(*settings, *words(layout))
+        config = make_run(*settings, *parallel_words(layout))
         crowd(2, go_on, config, 1)
     said = warnings_of(tmp_path / "run")
     assert [one for one in said if one.endswith("within rounding")] == [
@@ -334,5 +233,5 @@ def stop_without_a_collective(config: RunConfig) -> list[int]:
 
 
 def test_a_strategy_may_agree_on_a_stop_in_its_own_way(crowd: Crowd, make_run: MakeRun) -> None:
-    config = make_run(*SETTINGS)
+    config = make_run(*RESUMED)
     assert crowd(2, stop_without_a_collective, config) == [[Exit.STOPPED, 5]] * 2

@@ -21,6 +21,7 @@ from gristmill.distributed.device import Device
 from gristmill.distributed.world import World
 from gristmill.plan.arithmetic import ModelSize, gpt_size
 from gristmill.train import assemble as assemble_module
+from gristmill.train.announce import describe_device
 from gristmill.train.assemble import require_memory
 from gristmill.train.run import Run
 
@@ -190,6 +191,23 @@ def test_the_memory_of_a_gpu_holds_its_shard(
         refused = pytest.raises(UserError, match=r"and the GPU has \S+ (B|KiB)")
         with refused if total < least else contextlib.nullcontext():
             require_memory(config, ModelSize(1000, 8000), world)
+
+
+def test_the_memory_of_a_shared_gpu_is_that_of_each(make_run: MakeRun) -> None:
+    world = World(FakeGPU(torch.device("cpu"), 3999, sharers=4))
+    said = "the GPU has 3.91 KiB for each of the 4 processes that share it"
+    with pytest.raises(UserError, match=said):
+        require_memory(make_run(), ModelSize(1000, 8000), world)
+
+
+def test_the_log_says_that_a_gpu_is_shared() -> None:
+    shared, own = Device(torch.device("cuda"), sharers=3), Device(torch.device("cuda"), sharers=1)
+    for device in (shared, own):
+        device.__dict__["name"] = "NVIDIA X"
+    assert describe_device(own) == "NVIDIA X"
+    assert describe_device(shared) == (
+        "NVIDIA X, which 3 processes share, exchanging through host memory"
+    )
 
 
 def test_what_workers_exchange_needs_memory_too(make_run: MakeRun) -> None:

@@ -133,8 +133,7 @@ def train(
             )
         # Wrong settings are reported once, here, and not by every process.
         check_mesh(config, processes=config.runtime.devices_of(processes))
-        # The workers of an elastic run exchange tensors on the host, and may share a GPU.
-        if not config.parallel.elastic:
+        if config.parallel.needs_own_gpus:
             require_gpus(config.runtime.device, processes=processes)
         folder = run_folder(config)
         if fresh:

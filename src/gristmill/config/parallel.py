@@ -137,6 +137,10 @@ class ParallelConfig(Settings):
     elastic: bool = False
     """With gossip or local updates: a worker that dies costs that worker, not the run, and may come
     back."""
+    share_gpu: bool = False
+    """Several processes use one GPU, to try a layout where GPUs are few, not for speed: those of a
+    node are spread over its GPUs, and exchange tensors through host memory, over gloo instead of
+    NCCL. Runs on CPUs, which always share theirs, do not look at it."""
     start_timeout: Patience = "10m"
     """How long processes wait for one another at the start; at least "5s"."""
     timeout: Patience = "10m"
@@ -147,6 +151,12 @@ class ParallelConfig(Settings):
     def decentralized(self) -> bool:
         """Whether the copies of the model have weights of their own."""
         return self.gossip is not None or self.local is not None
+
+    @property
+    def needs_own_gpus(self) -> bool:
+        """Whether processes that run on GPUs need one each. The workers of an elastic run exchange
+        tensors on the host in any case."""
+        return not self.share_gpu and not self.elastic
 
     @property
     def topology(self) -> str:

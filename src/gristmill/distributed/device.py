@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -22,12 +22,17 @@ from gristmill.base.units import format_bytes
 from gristmill.plan.arithmetic import peak_flops
 from gristmill.plan.explain import MeasuredMemory
 
+STAGED = "staged"
+"""The torch.distributed backend of processes that share a GPU (`staged.py`)."""
+
 
 @dataclass(frozen=True)
 class Device:
     """The device of a process."""
 
     torch_device: torch.device
+    sharers: int | None = field(default=None, kw_only=True)
+    """Processes of the run that use it, if they may share it (`parallel.share_gpu`)."""
 
     @property
     def kind(self) -> str:
@@ -59,7 +64,9 @@ class Device:
     @property
     def backend(self) -> str:
         """The torch.distributed backend for such devices."""
-        return "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
+        if self.kind != "cuda":
+            return "gloo"
+        return "cpu:gloo,cuda:nccl" if self.sharers is None else STAGED
 
     @property
     def pins_memory(self) -> bool:
@@ -88,12 +95,24 @@ class Device:
         return Mark(self)
 
     def free_memory(self) -> int | None:
-        """Free device memory in bytes; None for devices that use host memory."""
-        return torch.cuda.mem_get_info(self.torch_device)[0] if self.kind == "cuda" else None
+        """This process's share of the free device memory, in bytes; None for devices that use host
+        memory."""
+        return self._share_of_memory()[0] if self.kind == "cuda" else None
 
     def total_memory(self) -> int | None:
-        """All device memory in bytes; None for devices that use host memory."""
-        return torch.cuda.mem_get_info(self.torch_device)[1] if self.kind == "cuda" else None
+        """This process's share of all device memory, in bytes; None for devices that use host
+        memory."""
+        return self._share_of_memory()[1] if self.kind == "cuda" else None
+
+    def _share_of_memory(self) -> tuple[int, int]:
+        """Free memory of a GPU and all of it, divided among the processes that share it."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        sharers = self.sharers or 1
+        if sharers == 1:
+            return free, total
+        # What this process has is its own; what it may still get is also limited by the others.
+        own = torch.cuda.memory_reserved(self.torch_device)
+        return max(0, min(free, total // sharers - own)), total // sharers
 
     def memory_peak(self) -> int:
         """Peak memory since the start, in bytes."""
@@ -108,7 +127,7 @@ class Device:
         """What the device says about its memory; None where nothing is known. A host is shared by
         `processes` like this one."""
         if self.kind == "cuda":
-            free, total = torch.cuda.mem_get_info(self.torch_device)
+            free, total = self._share_of_memory()
             return MeasuredMemory(
                 total,
                 allocated=torch.cuda.memory_allocated(self.torch_device),
@@ -136,8 +155,10 @@ class Device:
         return MatrixRate(products * 2 * size**3 / min(times), size, "bf16" if on_gpu else "fp32")
 
     def peak_flops(self, compute: str, *, tf32: bool) -> float | None:
-        """Peak FLOP/s of matrix products in a number format; None for an unknown device."""
-        return peak_flops(self.name, "tf32" if compute == "fp32" and tf32 else compute)
+        """Peak FLOP/s of matrix products in a number format, of which a process that shares the
+        device has its part; None for an unknown device."""
+        peak = peak_flops(self.name, "tf32" if compute == "fp32" and tf32 else compute)
+        return None if peak is None else peak / (self.sharers or 1)
 
 
 class Mark:

@@ -13,7 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from hashlib import sha1
 
@@ -28,7 +28,8 @@ from gristmill.base.units import parse_seconds
 from gristmill.config.parallel import Mesh, ParallelConfig
 from gristmill.config.schema import RuntimeConfig
 from gristmill.distributed.control import ControlGroup
-from gristmill.distributed.device import Device, select_device
+from gristmill.distributed.device import STAGED, Device, select_device
+from gristmill.distributed.staged import register_staged
 
 MARGIN = 60
 """Seconds that collectives wait beyond the configured limit, so that the monitor ends the run first
@@ -169,21 +170,36 @@ def open_world(
     and `devices` is the mesh of all."""
     mesh, place = mesh or Mesh(), place or ProcessInfo()
     parallel = parallel or ParallelConfig()
-    device = open_device(config, tf32=tf32, place=place, device=device)
+    share = parallel.share_gpu
+    device = open_device(config, tf32=tf32, place=place, device=device, share=share)
     timeout = timedelta(seconds=parse_seconds(parallel.timeout) + MARGIN)
     if mesh.processes > 1 and not dist.is_initialized():
         _rendezvous(device, place, parallel, timeout=timeout)
+        if device.kind == "cuda" and not share:
+            _refuse_shared_gpus(device, place)
+    if mesh.processes > 1 and device.sharers is not None:
+        device = replace(device, sharers=_processes_by_gpu(device, place)[_gpu_name(device, place)])
     groups = Groups(mesh, place.rank, timeout=timeout)
     return World(device, place, mesh, groups, devices)
 
 
 def open_device(
-    config: RuntimeConfig, *, tf32: bool, place: ProcessInfo, device: Device | None = None
+    config: RuntimeConfig,
+    *,
+    tf32: bool,
+    place: ProcessInfo,
+    device: Device | None = None,
+    share: bool = False,
+    spread: bool = False,
 ) -> Device:
-    """Set up this process's device, or the one that is given: threads, TF32 and determinism."""
+    """Set up this process's device, or the one that is given: threads, TF32 and determinism.
+    `share`: whether several processes use one GPU. `spread`: they may where there are fewer GPUs,
+    since they exchange nothing on them."""
     if device is None:
         chosen = select_device(config.device)
-        device = Device(_own_gpu(place) if chosen.type == "cuda" else chosen)
+        device = Device(chosen)
+        if chosen.type == "cuda":
+            device = _choose_gpu(place, share=share, spread=spread)
     if config.threads is not None:
         _require_threads(config.threads)
         torch.set_num_threads(config.threads)
@@ -206,16 +222,18 @@ def _require_threads(threads: int) -> None:
         )
 
 
-def _own_gpu(place: ProcessInfo) -> torch.device:
-    """The GPU of this process; if each process sees only one, that is GPU 0."""
+def _choose_gpu(place: ProcessInfo, *, share: bool = False, spread: bool = False) -> Device:
+    """The GPU of this process. If it sees only one, that is this one: Slurm can give each process a
+    GPU of its own, which only a comparison of all processes shows."""
     count = torch.cuda.device_count()
     # All processes of the node say so, since none can begin.
     needed = max(place.local_rank + 1, place.local_world or 1)
-    if needed > count > 1:
+    if needed > count > 1 and not (share or spread):
         raise _too_few_gpus(place, needed, count)
-    device = torch.device("cuda", place.local_rank if count > 1 else 0)
+    number = place.local_rank % count
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
-    return device
+    return Device(device, sharers=len(range(number, needed, count)) if share else None)
 
 
 def _too_few_gpus(place: ProcessInfo, processes: int, count: int) -> UserError:
@@ -223,17 +241,29 @@ def _too_few_gpus(place: ProcessInfo, processes: int, count: int) -> UserError:
     return UserError(
         f"{processes} processes on {place.host} need a GPU each, and see {count} {gpus}",
         where="runtime.device",
-        remedy=f"start at most {count} per node, ask the scheduler for more GPUs, or train on the "
-        'CPU with runtime.device = "cpu"',
+        remedy=f"start at most {count} per node or ask the scheduler for more GPUs; let processes "
+        "share a GPU with parallel.share_gpu = true, to try a layout; or train on the CPU with "
+        'runtime.device = "cpu"',
     )
 
 
-def _refuse_shared_gpus(device: Device, place: ProcessInfo) -> None:
-    """Refuse a GPU that several processes would use. Each may see only one, and a different one, as
-    Slurm can arrange it; so they compare what they have, before NCCL fails over it."""
+def _gpu_name(device: Device, place: ProcessInfo) -> str:
+    """What no other GPU of the run is called."""
     gpu = torch.cuda.get_device_properties(device.torch_device)
-    own = str(getattr(gpu, "uuid", f"{place.rank} of those that have no name"))
-    shared = Counter(ControlGroup(dist.group.WORLD).all_gather(own))
+    if (name := getattr(gpu, "uuid", None)) is not None:
+        return str(name)
+    slot = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return f"{place.host} {slot if None not in slot else place.rank}"
+
+
+def _processes_by_gpu(device: Device, place: ProcessInfo) -> Counter[str]:
+    """How many processes use each GPU. They ask over gloo: NCCL would fail over a shared one."""
+    return Counter(ControlGroup(dist.group.WORLD).all_gather(_gpu_name(device, place)))
+
+
+def _refuse_shared_gpus(device: Device, place: ProcessInfo) -> None:
+    """Refuse a GPU that several processes would use, before NCCL fails over it."""
+    own, shared = _gpu_name(device, place), _processes_by_gpu(device, place)
     if shared[own] > 1:
         raise _too_few_gpus(place, max(shared[own], place.local_world or 1), 1)
     if len(shared) < place.world:
@@ -242,6 +272,13 @@ def _refuse_shared_gpus(device: Device, place: ProcessInfo) -> None:
             where="runtime.device",
             remedy="see what they say",
         )
+
+
+def explain_shared_gpu(error: Exception, place: ProcessInfo) -> UserError | None:
+    """The same refusal where only NCCL saw that processes share a GPU; None for other errors."""
+    if "Duplicate GPU detected" not in str(error):
+        return None
+    return _too_few_gpus(place, max(2, place.local_world or 2), 1)
 
 
 def _rendezvous(
@@ -262,6 +299,8 @@ def _rendezvous(
         store, rank, world = next(rendezvous("env://", place.rank, place.world, timeout=start))
         # A launcher that restarts all processes may keep its store, with the old addresses in it.
         store = dist.PrefixStore(f"attempt-{place.attempt}", store)  # type: ignore[attr-defined]
+        if device.backend == STAGED:
+            register_staged()
         dist.init_process_group(
             device.backend, store=store, rank=rank, world_size=world, timeout=timeout
         )
@@ -274,8 +313,6 @@ def _rendezvous(
             remedy="check that all processes were started and can reach this address",
             exit=Exit.PEER,
         ) from error
-    if device.kind == "cuda":
-        _refuse_shared_gpus(device, place)
 
 
 def close_world() -> None:

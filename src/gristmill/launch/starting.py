@@ -163,8 +163,8 @@ MANAGEMENT = "libnvidia-ml.so.1"
 
 
 def require_gpus(device: str, *, processes: int) -> None:
-    """Refuse more processes on this machine than it has GPUs, if they will run on GPUs: NCCL, which
-    they exchange tensors with, does not let two of them share one."""
+    """Refuse more processes on this machine than it has GPUs, if they will run on GPUs and not
+    share them: NCCL, which they exchange tensors with, does not let two of them share one."""
     count = visible_gpus() if _wants_cuda(device) else None
     if count is None or not 0 < count < processes:
         return
@@ -173,7 +173,8 @@ def require_gpus(device: str, *, processes: int) -> None:
     raise UserError(
         f"{processes} processes need a GPU each, and this machine has {count}{seen}",
         where="--processes",
-        remedy=f"give --processes {count}, or train on the CPU with runtime.device=cpu",
+        remedy=f"give --processes {count}; let them share a GPU with parallel.share_gpu=true, to "
+        "try a layout; or train on the CPU with runtime.device=cpu",
     )
 
 

@@ -40,8 +40,11 @@ class TensorParallelComm(ShardComm):
         sequence_parallel: bool,
         dropout: bool,
     ) -> None:
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.shards = group.size()
+        # A compiled model can hold the name of any group, but only groups of torch's own type. The
+        # type of a name differs between versions of torch.
+        self.group: Any = group.group_name
+        self.rank, self.shards = group.rank(), group.size()
+        self.sequence_parallel = sequence_parallel
         # With sequence parallelism all random numbers differ already.
         self.forks_rng = dropout and not sequence_parallel
 
@@ -56,10 +59,10 @@ class TensorParallelComm(ShardComm):
     def local_positions(self, positions: torch.Tensor) -> torch.Tensor:
         if not self.sequence_parallel:
             return positions
-        return positions.chunk(self.group.size(), dim=-1)[self.group.rank()]
+        return positions.chunk(self.shards, dim=-1)[self.rank]
 
     def distinct_rng(self) -> contextlib.AbstractContextManager[None]:
-        return _rng_of_rank(self.group.rank()) if self.forks_rng else contextlib.nullcontext()
+        return _rng_of_rank(self.rank) if self.forks_rng else contextlib.nullcontext()
 
     def gather_features(self, x_NF: torch.Tensor) -> torch.Tensor:
         return functional.wait_tensor(_gather(x_NF.contiguous(), 1, self.group))
@@ -71,7 +74,7 @@ class TensorParallelComm(ShardComm):
         return _communicate(x, "sum", self.group)
 
 
-def _communicate(x: torch.Tensor, how: str, group: dist.ProcessGroup) -> torch.Tensor:
+def _communicate(x: torch.Tensor, how: str, group: Any) -> torch.Tensor:
     if how == "copy":
         return x.view_as(x)
     x = x.contiguous()
@@ -88,9 +91,7 @@ class _Collective(torch.autograd.Function):
     """A collective whose gradient is computed by another one."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, forward: str, backward: str
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Any, forward: str, backward: str) -> torch.Tensor:
         ctx.group, ctx.how = group, backward
         return _communicate(x, forward, group)
 

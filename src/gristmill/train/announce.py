@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gristmill.config.resolve import Resolved
 from gristmill.config.rules import config_warnings
+from gristmill.distributed.device import Device
 from gristmill.models.spec import linear_shapes
 from gristmill.plan.preconditioner import describe_preconditioner
 from gristmill.train.assemble import BuiltRun
@@ -34,7 +35,7 @@ def announce(run: BuiltRun, tracker: Tracker, resumed: Resumed) -> None:
         f"{run.config.name}: {run.described_size}, "
         f"vocabulary {resolved.vocab}, "
         f"batch {_describe_batch(resolved)}, "
-        f"{run.config.precision.described} on {run.world.device.name}"
+        f"{run.config.precision.described} on {describe_device(run.world.device)}"
     )
     if run.world.layout.processes > 1:
         tracker.say(_mesh_table(run))
@@ -94,6 +95,13 @@ def _mesh_table(run: BuiltRun) -> str:
     ]
     head = f"{mesh.processes} processes; this is rank {run.world.rank} on {run.world.place.host}"
     return "\n".join([head, "    axis         size   here", *rows])
+
+
+def describe_device(device: Device) -> str:
+    """What a process computes on, and with how many others."""
+    if device.sharers is None or device.sharers == 1:
+        return device.name
+    return f"{device.name}, which {device.sharers} processes share, exchanging through host memory"
 
 
 def _describe_batch(resolved: Resolved) -> str:

@@ -107,8 +107,11 @@ class BuiltRun:
 
     @property
     def expected(self) -> Expectation | None:
-        """What the plan says of a step; None where nothing is known of the device."""
+        """What the plan says of a step; None where nothing is known of the device, or where
+        processes share it or could."""
         device, resolved = self.world.device, self.resolved
+        if device.sharers is not None and self.world.mesh.processes > 1:
+            return None
         return expect(
             self.config,
             self.world.layout,
@@ -257,9 +260,12 @@ def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
         if most is not None and needed > most:
             each = " in each process" if world.mesh.processes > 1 else ""
             has = "the GPU has" if most == on_device else "this process can have at most"
+            sharers = world.device.sharers or 1
+            shared = f" for each of the {sharers} processes that share it" if sharers > 1 else ""
             raise UserError(
                 f"{format_count(size.parameters)} parameters do not fit: {what} alone are at "
-                f"least {format_bytes(needed)}{each}, and {has} {format_bytes(most)}",
+                f"least {format_bytes(needed)}{each}, and {has} {format_bytes(most)}"
+                f"{shared if most == on_device else ''}",
                 where="model",
                 remedy="choose a smaller model, or shard it over more devices with [parallel]",
             )

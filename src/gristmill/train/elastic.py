@@ -210,7 +210,13 @@ class ElasticRun:
                 remedy="start with `gristmill train --processes N`, or set both",
             )
         self.per_node = workers_per_node(config.parallel, mesh, local_world=place.local_world)
-        self.device = open_device(config.runtime, tf32=config.precision.tf32, place=place)
+        self.device = open_device(
+            config.runtime,
+            tf32=config.precision.tf32,
+            place=place,
+            share=config.parallel.share_gpu,
+            spread=True,
+        )
         self.view, self.before = View(-1, {place.rank: ""}), View(-1, {})
         self.has_state = False
         self.behind = False

@@ -229,7 +229,23 @@ def checked(config: RunConfig, launcher: Launcher, on: LauncherName) -> LaunchCo
     if problems:
         raise UserError(problems)
     check_mesh(config, processes=config.runtime.devices_of(launch.processes))
+    _require_gpus(config, launch)
     return launch
+
+
+def _require_gpus(config: RunConfig, launch: LaunchConfig) -> None:
+    """Refuse a job whose processes would not have a GPU each; where none are asked for, what nodes
+    have is not known."""
+    asked, on_gpus = launch.gpus_per_node, config.runtime.device in ("auto", "cuda")
+    if asked and on_gpus and config.parallel.needs_own_gpus and launch.each > asked:
+        gpus = "GPU is" if asked == 1 else "GPUs are"
+        raise UserError(
+            f"{launch.each} processes on each node need a GPU each, and {asked} {gpus} asked for",
+            where="launch.processes_per_node",
+            remedy=f"give {asked}, or ask for more with launch.gpus_per_node; let processes share "
+            "a GPU with parallel.share_gpu = true, to try a layout; or train on the CPU with "
+            'runtime.device = "cpu"',
+        )
 
 
 def _with_time_limit(config: RunConfig, on: LauncherName) -> RunConfig:
