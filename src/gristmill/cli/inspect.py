@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gristmill.base.errors import Exit, UserError, on_one_line
-from gristmill.base.units import format_bytes, format_count
+from gristmill.base.exits import follow_supervisor
+from gristmill.base.units import format_bytes, format_count, parse_seconds
 from gristmill.cli.options import Overrides
 from gristmill.cli.progress import ProgressLine
 from gristmill.config.documentation import FileSchema
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 _ROWS = 5
 """How many steps are printed."""
+
+
+_cluster_option = functools.partial(typer.Option, rich_help_panel="With --cluster")
 
 
 def replay(
@@ -238,8 +243,79 @@ def report(
     typer.echo(f"written to {page}")
 
 
-def doctor() -> None:
-    """Show what this machine has for training, and what is wrong with it."""
+def doctor(
+    cluster: Annotated[
+        bool,
+        typer.Option(
+            "--cluster",
+            help="Check several GPUs or nodes together, before a long run: start it exactly as "
+            "`train` is started. Alone on a machine, it uses all its GPUs.",
+        ),
+    ] = False,
+    processes: Annotated[
+        int | None,
+        _cluster_option(
+            min=1, metavar="N", help="Start N processes on this machine, if not one for each GPU."
+        ),
+    ] = None,
+    folder: Annotated[
+        Path, _cluster_option(metavar="DIR", help="Where run folders would be, on all nodes.")
+    ] = Path(),
+    json: Annotated[
+        Path | None,
+        _cluster_option(metavar="FILE", help="Write all findings and numbers to this file too."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        _cluster_option(
+            metavar="CHECK",
+            help="Make this check only (repeatable): network, clocks, folder, devices, "
+            "collectives, pairs.",
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        _cluster_option(metavar="CHECK", help="Leave this check out (repeatable)."),
+    ] = None,
+    device: Annotated[
+        str,
+        _cluster_option(metavar="KIND", help="auto, cuda or cpu."),
+    ] = "auto",
+    start_timeout: Annotated[
+        str,
+        _cluster_option(metavar="TIME", help="How long to wait for all processes to come."),
+    ] = "2m",
+    timeout: Annotated[
+        str | None,
+        _cluster_option(
+            metavar="TIME",
+            help="How long each check may take, if not its own limit; who does not answer by then "
+            "is named.",
+        ),
+    ] = None,
+) -> None:
+    """Show what this machine has for training, and what is wrong with it; with --cluster, what
+    several GPUs or nodes have together."""
+    supervised = follow_supervisor()
+    if cluster:
+        from gristmill.cli.cluster import ClusterOptions, examine_cluster
+
+        options = ClusterOptions(
+            processes,
+            folder,
+            json,
+            only or (),
+            skip or (),
+            device,
+            parse_seconds(start_timeout),
+            None if timeout is None else parse_seconds(timeout),
+        )
+        raise typer.Exit(examine_cluster(options, supervised=supervised))
+    given = {"--processes": processes, "--json": json, "--only": only, "--skip": skip}
+    for option, value in given.items():
+        if value is not None:
+            remedy = f"doctor --cluster {option}"
+            raise UserError("is for --cluster", where=option, remedy=remedy, exit=Exit.USAGE)
     from gristmill.cli.doctor import examine
 
     problems = 0

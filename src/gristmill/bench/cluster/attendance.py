@@ -1,0 +1,216 @@
+"""Who takes part in a check, and who does not come back from it.
+
+Every process writes into the store of the rendezvous what it begins and ends:
+
+    doctor/ATTEMPT/member/RANK        what the process says of itself (`Member`)
+    doctor/ATTEMPT/CHECK/RANK         "begun", "ended", or why it failed
+    doctor/ATTEMPT/trouble            CHECK: somebody failed in it
+    doctor/ATTEMPT/go                 all members, once rank 0 has seen them
+    doctor/ATTEMPT/over               rank 0 has given up; all others end
+
+A collective in which somebody is missing cannot be interrupted, so a thread watches the clock: on
+rank 0 it gives up when a check takes longer than it may, or when somebody has failed in it, and
+names who did not end it. On the others it ends the process when rank 0 has given up or is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gristmill.base.errors import Exit, UserError
+from gristmill.base.exits import print_exit_report
+from gristmill.base.process import ProcessInfo
+from gristmill.bench.cluster.members import Member, named
+from gristmill.bench.finding import Finding, problem
+from gristmill.distributed.liveness.rendezvous import join_store, serve_store
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_POLL = 0.25
+_LAST_WORDS = 3.0
+"""Seconds that others have to tell what happened to them, once somebody has failed."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A check that did not come to its end."""
+
+    check: str
+    limit: float
+    """Seconds that it had."""
+    states: Mapping[int, str]
+    """What each rank wrote last; missing if nothing."""
+
+    def finding(self, members: Sequence[Member]) -> Finding:
+        """Who is to blame: those that wrote nothing, then those that did not end, then failures."""
+        failed = {
+            rank: text for rank, text in self.states.items() if text not in ("begun", "ended")
+        }
+        absent = [member for member in members if member.rank not in self.states]
+        hanging = [member for member in members if self.states.get(member.rank) == "begun"]
+        if absent:
+            what = f"{named([member.who for member in absent])} did not come to this check"
+        elif hanging:
+            what = f"{named([member.who for member in hanging])} did not answer"
+        else:
+            what = f"{named([members[rank].who for rank in failed])} failed"
+        if failed:
+            rank, text = next(iter(sorted(failed.items())))
+            what += f"; {members[rank].who} says: {text}"
+        else:
+            what += f" within {self.limit:.0f} seconds"
+        remedy = "see whether these processes live, and what they printed; then see their links"
+        return problem(self.check, what, remedy, exit=Exit.PEER)
+
+
+class Attendance:
+    """The store, and the thread that watches the check that is under way."""
+
+    def __init__(
+        self,
+        place: ProcessInfo,
+        *,
+        start: float,
+        on_lost: Callable[[Lost], int],
+        lost_status: int = Exit.PEER,
+    ) -> None:
+        """`on_lost` is called in a thread, on rank 0, and returns the exit status; `lost_status`
+        is that of the others."""
+        self.place, self.on_lost, self.lost_status = place, on_lost, lost_status
+        self.store = _open(place, seconds=start)
+        self._thread: threading.Thread | None = None
+        self._start = start
+        self._closing = threading.Event()
+        self._current: tuple[str, float, float] | None = None
+        """The check under way, when it began, and how long it may take."""
+
+    def _key(self, *names: object) -> str:
+        return "/".join(map(str, ("doctor", self.place.attempt, *names)))
+
+    # -------------------------------------------------------------- who is there
+
+    def introduce(self, member: Member) -> None:
+        """Say that this process is there."""
+        self.store.set(self._key("member", self.place.rank), json.dumps(member.as_json()))
+
+    def members(self, *, seconds: float) -> list[Member | None]:
+        """All members, by rank; None for those that do not come in this time."""
+        deadline = time.monotonic() + seconds
+        keys = [self._key("member", rank) for rank in range(self.place.world)]
+        missing = set(keys)
+        while missing:
+            missing -= {key for key in missing if self.store.check([key])}
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL if missing else 0)
+        return [
+            None if key in missing else Member.from_json(json.loads(self.store.get(key)))
+            for key in keys
+        ]
+
+    def await_word(self) -> list[Member] | None:
+        """On the others: all members, once rank 0 has seen them; None if it does not go on."""
+        keys = [self._key("go"), self._key("over")]
+        while not any(there := [self.store.check([key]) for key in keys]):
+            time.sleep(_POLL)
+        if not there[0]:
+            return None
+        return [Member.from_json(values) for values in json.loads(self.store.get(keys[0]))]
+
+    def go(self, members: Sequence[Member]) -> None:
+        """Say that all are there, and who they are."""
+        self.store.set(self._key("go"), json.dumps([member.as_json() for member in members]))
+
+    def give_up(self) -> None:
+        self.store.set(self._key("over"), "")
+
+    # -------------------------------------------------------------- checks
+
+    def watch(self) -> None:
+        """Begin to watch over checks."""
+        self._thread = threading.Thread(target=self._watch, name="attendance", daemon=True)
+        self._thread.start()
+
+    def begin(self, check: str, *, limit: float) -> None:
+        self.store.set(self._key(check, self.place.rank), "begun")
+        self._current = (check, time.monotonic(), limit)
+
+    def end(self, check: str) -> None:
+        self._current = None
+        self.store.set(self._key(check, self.place.rank), "ended")
+
+    def failed(self, check: str, error: Exception) -> None:
+        """Say why this process cannot go on, and wait until rank 0 has given up."""
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        with contextlib.suppress(RuntimeError):
+            self.store.set(self._key(check, self.place.rank), words)
+            self.store.set(self._key("trouble"), check)
+        assert self._thread is not None
+        self._thread.join(self._start)
+        raise error
+
+    def close(self) -> None:
+        """Part from the others; rank 0, which may host the store, as the last."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.store.set(self._key("left", self.place.rank), "")
+        if self.place.rank == 0:
+            keys = [self._key("left", rank) for rank in range(self.place.world)]
+            deadline = time.monotonic() + _LAST_WORDS
+            while not self.store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    def _watch(self) -> None:
+        try:
+            # A connection of its own: the other one may be waiting.
+            store = join_store(self.place, seconds=self._start)
+            while not self._closing.wait(_POLL):
+                if self.place.rank == 0:
+                    self._watch_check(store)
+                elif store.check([self._key("over")]):
+                    os._exit(self.lost_status)
+        except RuntimeError:
+            if not self._closing.is_set():
+                print_exit_report(f"rank 0, or the store at {self.place.address}, is gone")
+                os._exit(Exit.PEER)
+
+    def _watch_check(self, store: Store) -> None:
+        if self._current is None:
+            return
+        check, began, limit = self._current
+        if store.check([self._key("trouble")]):
+            check = store.get(self._key("trouble")).decode()
+            time.sleep(_LAST_WORDS)
+        elif time.monotonic() - began < limit:
+            return
+        keys = {rank: self._key(check, rank) for rank in range(self.place.world)}
+        states = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        status = self.on_lost(Lost(check, limit, states))
+        store.set(self._key("over"), "")
+        time.sleep(2 * _POLL)  # for the others to read it
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _open(place: ProcessInfo, *, seconds: float) -> Store:
+    if place.rank == 0 and not place.agent:
+        return serve_store(place)
+    try:
+        return join_store(place, seconds=seconds)
+    except RuntimeError as error:
+        raise UserError(
+            f"rank {place.rank} on {place.host} does not reach the rendezvous: {error}",
+            where="environment MASTER_ADDR, MASTER_PORT",
+            remedy="check that rank 0 was started, and that its address can be reached from here",
+            exit=Exit.PEER,
+        ) from error
