@@ -20,6 +20,7 @@ import typer
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import read_json, write_json
 from gristmill.base.process import ProcessInfo
+from gristmill.base.units import parse_seconds
 from gristmill.cli.options import require_place
 from gristmill.cli.progress import ProgressLine
 from gristmill.launch.processes import Job, supervise
@@ -36,6 +37,10 @@ _GRACE = 30.0
 found."""
 _ON_CPU = 2
 """Processes on a machine without GPUs, if nobody says how many."""
+
+
+LEAST = 5.0
+"""Seconds for which processes wait for each other at least."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,15 @@ class ClusterOptions:
             for name in CHECKS
             if (not self.only or name in self.only) and name not in self.skip
         )
+
+
+def parse_patience(text: str, option: str) -> float:
+    """Seconds for which one process waits for another."""
+    seconds = parse_seconds(text)
+    if seconds < LEAST:
+        remedy = f"give at least {LEAST:.0f}s: a busy process may be late"
+        raise UserError(f"{text} is too short", where=option, remedy=remedy, exit=Exit.USAGE)
+    return seconds
 
 
 def examine_cluster(options: ClusterOptions, *, supervised: bool) -> int:

@@ -14,7 +14,7 @@ import typer
 
 from gristmill.base.errors import Exit, UserError, on_one_line
 from gristmill.base.exits import follow_supervisor
-from gristmill.base.units import format_bytes, format_count, parse_seconds
+from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.options import Overrides
 from gristmill.cli.progress import ProgressLine
 from gristmill.config.documentation import FileSchema
@@ -298,7 +298,7 @@ def doctor(
     several GPUs or nodes have together."""
     supervised = follow_supervisor()
     if cluster:
-        from gristmill.cli.cluster import ClusterOptions, examine_cluster
+        from gristmill.cli.cluster import ClusterOptions, examine_cluster, parse_patience
 
         options = ClusterOptions(
             processes,
@@ -307,8 +307,8 @@ def doctor(
             only or (),
             skip or (),
             device,
-            parse_seconds(start_timeout),
-            None if timeout is None else parse_seconds(timeout),
+            parse_patience(start_timeout, "--start-timeout"),
+            None if timeout is None else parse_patience(timeout, "--timeout"),
         )
         raise typer.Exit(examine_cluster(options, supervised=supervised))
     given = {"--processes": processes, "--json": json, "--only": only, "--skip": skip}

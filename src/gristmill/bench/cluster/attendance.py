@@ -3,7 +3,7 @@
 Every process writes into the store of the rendezvous what it begins and ends:
 
     doctor/ATTEMPT/member/RANK        what the process says of itself (`Member`)
-    doctor/ATTEMPT/CHECK/RANK         "begun", "ended", or why it failed
+    doctor/ATTEMPT/CHECK/RANK         whether it has begun, ended or failed (`Word`)
     doctor/ATTEMPT/trouble            CHECK: somebody failed in it
     doctor/ATTEMPT/go                 all members, once rank 0 has seen them
     doctor/ATTEMPT/over               rank 0 has given up; all others end
@@ -22,8 +22,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.exits import print_exit_report
@@ -31,6 +31,7 @@ from gristmill.base.process import ProcessInfo
 from gristmill.bench.cluster.members import Member, named
 from gristmill.bench.finding import Finding, problem
 from gristmill.distributed.liveness.rendezvous import join_store, serve_store
+from gristmill.distributed.liveness.verdict import may_come_from_peer
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -41,35 +42,54 @@ _LAST_WORDS = 3.0
 
 
 @dataclass(frozen=True)
+class Word:
+    """What a process wrote last about a check."""
+
+    state: Literal["begun", "ended", "failed"]
+    why: str = ""
+    of_peer: bool = False
+    """Whether it failed as those do that lose another process."""
+
+
+@dataclass(frozen=True)
 class Lost:
     """A check that did not come to its end."""
 
     check: str
     limit: float
     """Seconds that it had."""
-    states: Mapping[int, str]
-    """What each rank wrote last; missing if nothing."""
+    words: Mapping[int, Word]
+    """By rank; missing if a process wrote nothing."""
 
     def finding(self, members: Sequence[Member]) -> Finding:
-        """Who is to blame: those that wrote nothing, then those that did not end, then failures."""
-        failed = {
-            rank: text for rank, text in self.states.items() if text not in ("begun", "ended")
-        }
-        absent = [member for member in members if member.rank not in self.states]
-        hanging = [member for member in members if self.states.get(member.rank) == "begun"]
-        if absent:
-            what = f"{named([member.who for member in absent])} did not come to this check"
-        elif hanging:
-            what = f"{named([member.who for member in hanging])} did not answer"
+        """Who is to blame: those that failed by themselves; else those that did not come; else
+        those that did not end."""
+        failed = [member for member in members if self._state(member) == "failed"]
+        guilty = [member for member in failed if not self.words[member.rank].of_peer]
+        absent = [member for member in members if member.rank not in self.words]
+        hanging = [member for member in members if self._state(member) == "begun"]
+        who, what = next(
+            (found, how)
+            for found, how in (
+                (guilty, "failed"),
+                (absent, "did not come to this check"),
+                (hanging, "did not answer"),
+                (failed, "failed"),
+            )
+            if found
+        )
+        text = f"{named([member.who for member in who])} {what}"
+        speaker = next(iter(guilty or failed), None)
+        if speaker is None:
+            text += f" within {self.limit:.0f} seconds"
         else:
-            what = f"{named([members[rank].who for rank in failed])} failed"
-        if failed:
-            rank, text = next(iter(sorted(failed.items())))
-            what += f"; {members[rank].who} says: {text}"
-        else:
-            what += f" within {self.limit:.0f} seconds"
+            text += f"; {speaker.who} says: {self.words[speaker.rank].why}"
         remedy = "see whether these processes live, and what they printed; then see their links"
-        return problem(self.check, what, remedy, exit=Exit.PEER)
+        return problem(self.check, text, remedy, exit=Exit.PEER)
+
+    def _state(self, member: Member) -> str:
+        word = self.words.get(member.rank)
+        return "" if word is None else word.state
 
 
 class Attendance:
@@ -141,18 +161,21 @@ class Attendance:
         self._thread.start()
 
     def begin(self, check: str, *, limit: float) -> None:
-        self.store.set(self._key(check, self.place.rank), "begun")
+        self._write(check, Word("begun"))
         self._current = (check, time.monotonic(), limit)
 
     def end(self, check: str) -> None:
         self._current = None
-        self.store.set(self._key(check, self.place.rank), "ended")
+        self._write(check, Word("ended"))
 
-    def failed(self, check: str, error: Exception) -> None:
+    def _write(self, check: str, word: Word) -> None:
+        self.store.set(self._key(check, self.place.rank), json.dumps(asdict(word)))
+
+    def failed(self, check: str, error: Exception) -> NoReturn:
         """Say why this process cannot go on, and wait until rank 0 has given up."""
-        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         with contextlib.suppress(RuntimeError):
-            self.store.set(self._key(check, self.place.rank), words)
+            self._write(check, Word("failed", why, may_come_from_peer(error)))
             self.store.set(self._key("trouble"), check)
         assert self._thread is not None
         self._thread.join(self._start)
@@ -194,8 +217,9 @@ class Attendance:
         elif time.monotonic() - began < limit:
             return
         keys = {rank: self._key(check, rank) for rank in range(self.place.world)}
-        states = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
-        status = self.on_lost(Lost(check, limit, states))
+        there = {rank: key for rank, key in keys.items() if store.check([key])}
+        words = {rank: Word(**json.loads(store.get(key))) for rank, key in there.items()}
+        status = self.on_lost(Lost(check, limit, words))
         store.set(self._key("over"), "")
         time.sleep(2 * _POLL)  # for the others to read it
         sys.stdout.flush()

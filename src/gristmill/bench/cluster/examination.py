@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gristmill.base.errors import Exit, UserError
+from gristmill.base.errors import Exit
 from gristmill.base.process import ProcessInfo
 from gristmill.base.units import timestamp
 from gristmill.bench.cluster.attendance import Attendance, Lost
@@ -196,7 +196,7 @@ class Examination:
         attendance.begin("connect", limit=self.limit or self.start)
         try:
             team = self._meet(place, members)
-        except (UserError, RuntimeError) as error:
+        except Exception as error:  # raised again, once the others know
             attendance.failed("connect", error)
         attendance.end("connect")
         for done, name in enumerate(chosen, 1):
@@ -207,14 +207,16 @@ class Examination:
             try:
                 numbers = check.measure(team)
                 team.control.barrier()
-            except (UserError, RuntimeError, OSError) as error:
+            except Exception as error:
                 attendance.failed(name, error)
             attendance.end(name)
             if place.rank == 0:
                 found = check.judge(numbers, members)
                 self._tell(report, name, found, numbers, time.monotonic() - began)
         report.complete = True
+        attendance.begin("end", limit=self.limit or self.start)
         status = int(team.control.broadcast(report.exit))
+        attendance.end("end")
         if place.rank == 0:
             self.finish(report.as_json())
         return status
