@@ -14,7 +14,7 @@ import torch
 
 from gristmill.base.errors import Exit
 from gristmill.base.process import Address
-from gristmill.bench.cluster.attendance import Lost, Word
+from gristmill.bench.cluster.attendance import Lost, Standing, Word
 from gristmill.bench.cluster.clocks import judge_clocks
 from gristmill.bench.cluster.collectives import (
     COLLECTIVES,
@@ -327,23 +327,37 @@ def test_the_worst_finding_gives_the_status() -> None:
 
 def test_who_is_to_blame_for_a_check_that_did_not_end() -> None:
     team = members(4, 1)
+    waiting, busy = Standing("pairs.py:9, in ping", True), Standing("folder.py:7, in write", False)
+    usual = dict.fromkeys(range(4), waiting)
 
-    def blamed(**words: Word) -> str:
-        by_rank = {int(name[1:]): word for name, word in words.items()}
-        return Lost("pairs", 60.0, by_rank).finding(team).what
+    def blamed(words: list[Word | None], **standing: Standing | None) -> str:
+        stands = usual | {int(name[1:]): where for name, where in standing.items()}
+        known = {rank: one for rank, one in stands.items() if one is not None}
+        wrote = {rank: word for rank, word in enumerate(words) if word is not None}
+        return Lost("pairs", 60.0, wrote, known).finding(team).what
 
     begun, lost = Word("begun"), Word("failed", "RuntimeError: closed by peer", of_peer=True)
     own = Word("failed", "ValueError: no")
-    assert blamed(r0=begun, r1=begun, r2=begun) == (
+    assert blamed([begun, begun, begun, None]) == (
         "rank 3 on n3 did not come to this check within 60 seconds"
+        "; rank 3 on n3 is at pairs.py:9, in ping"
     )
-    assert blamed(r0=Word("ended"), r1=begun, r2=Word("ended"), r3=Word("ended")) == (
-        "rank 1 on n1 did not answer within 60 seconds"
+    assert blamed([begun] * 4, r1=None) == "rank 1 on n1 did not answer within 60 seconds"
+    assert blamed([begun] * 4, r2=busy) == (
+        "rank 2 on n2 did not end it within 60 seconds; rank 2 on n2 is at folder.py:7, in write"
     )
-    assert blamed(r0=lost, r1=begun, r2=lost, r3=lost).startswith("rank 1 on n1 did not answer;")
-    assert blamed(r0=lost, r1=begun, r2=own, r3=begun) == (
+    assert blamed([Word("ended"), begun, begun, Word("ended")]).startswith(
+        "rank 1 on n1, rank 2 on n2 still wait for each other after 60 seconds; rank 1 on n1 is at"
+    )
+    assert blamed([lost, begun, lost, lost], r1=None).startswith("rank 1 on n1 did not answer; ")
+    assert blamed([lost, begun, own, begun]) == (
         "rank 2 on n2 failed; rank 2 on n2 says: ValueError: no"
     )
+
+
+def test_where_this_process_stands() -> None:
+    assert "test_cluster_findings" not in Standing.of_main_thread().where
+    assert not Standing.of_main_thread().waits
 
 
 def test_the_command_line_knows_the_checks() -> None:

@@ -23,7 +23,8 @@ from gristmill.distributed.world import MARGIN, open_world
 AT = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
 TRACE = (
     "\nException raised from create at /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268 "
-    "(most recent call first):\nframe #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96"
+    "(most recent call first):\n"
+    "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96"
 )
 DUPLICATE = (
     f"{AT}invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.7\n"

@@ -294,8 +294,10 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Show what this machine has for training, and what is wrong with it; with --cluster, what
-    several GPUs or nodes have together."""
+    """Show what this machine has for training, and what is wrong with it.
+
+    With --cluster, several GPUs or nodes are checked together: links, results, clocks, folders.
+    """
     supervised = follow_supervisor()
     if cluster:
         from gristmill.cli.cluster import ClusterOptions, examine_cluster, parse_patience

@@ -7,10 +7,13 @@ Every process writes into the store of the rendezvous what it begins and ends:
     doctor/ATTEMPT/trouble            CHECK: somebody failed in it
     doctor/ATTEMPT/go                 all members, once rank 0 has seen them
     doctor/ATTEMPT/over               rank 0 has given up; all others end
+    doctor/ATTEMPT/where/RANK         where a process stands, since rank 0 gives up (`Standing`)
 
 A collective in which somebody is missing cannot be interrupted, so a thread watches the clock: on
-rank 0 it gives up when a check takes longer than it may, or when somebody has failed in it, and
-names who did not end it. On the others it ends the process when rank 0 has given up or is gone.
+rank 0 it gives up when a check takes longer than it may, or when somebody has failed in it. In a
+collective all wait for who is not there. So the threads of all others tell first where their
+process stands, which only one that lives can do, and whether it waits for the others there; then
+they end it. They also do so when rank 0 is gone.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from gristmill.base.errors import Exit, UserError
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _POLL = 0.25
+_TORCH = "/torch/"
+_WAITING = ("distributed/control.py", "cluster/collectives.py", "cluster/pairs.py")
+"""Files in which a process waits for others."""
 _LAST_WORDS = 3.0
 """Seconds that others have to tell what happened to them, once somebody has failed."""
 
@@ -52,6 +59,27 @@ class Word:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """Where a process is in the program."""
+
+    where: str
+    waits: bool
+    """Whether it waits for others."""
+
+    @classmethod
+    def of_main_thread(cls) -> Standing:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        files, ours = [], "at its end"
+        while frame is not None:
+            code = frame.f_code
+            files.append(code.co_filename)
+            if ours == "at its end" and "gristmill" in code.co_filename:
+                ours = f"{Path(code.co_filename).name}:{frame.f_lineno}, in {code.co_name}"
+            frame = frame.f_back
+        return cls(ours, any(file.endswith(_WAITING) or _TORCH in file for file in files[:3]))
+
+
+@dataclass(frozen=True)
 class Lost:
     """A check that did not come to its end."""
 
@@ -60,28 +88,38 @@ class Lost:
     """Seconds that it had."""
     words: Mapping[int, Word]
     """By rank; missing if a process wrote nothing."""
+    standing: Mapping[int, Standing]
+    """By rank; missing if a process did not answer when it was asked."""
 
     def finding(self, members: Sequence[Member]) -> Finding:
         """Who is to blame: those that failed by themselves; else those that did not come; else
-        those that did not end."""
+        those that do not answer; else those that did not end it, and wait for nobody."""
         failed = [member for member in members if self._state(member) == "failed"]
         guilty = [member for member in failed if not self.words[member.rank].of_peer]
         absent = [member for member in members if member.rank not in self.words]
-        hanging = [member for member in members if self._state(member) == "begun"]
+        begun = [member for member in members if self._state(member) == "begun"]
+        silent = [member for member in begun if member.rank not in self.standing]
+        busy = [member for member in begun if not self._waits(member)]
         who, what = next(
             (found, how)
             for found, how in (
                 (guilty, "failed"),
                 (absent, "did not come to this check"),
-                (hanging, "did not answer"),
+                (silent, "did not answer"),
+                (busy, "did not end it"),
+                (begun, "still wait for each other"),
                 (failed, "failed"),
+                (members, "did not end it"),
             )
             if found
         )
         text = f"{named([member.who for member in who])} {what}"
         speaker = next(iter(guilty or failed), None)
         if speaker is None:
-            text += f" within {self.limit:.0f} seconds"
+            text += f" {'after' if who is begun else 'within'} {self.limit:.0f} seconds"
+            stands = next((member for member in who if member.rank in self.standing), None)
+            if stands is not None:
+                text += f"; {stands.who} is at {self.standing[stands.rank].where}"
         else:
             text += f"; {speaker.who} says: {self.words[speaker.rank].why}"
         remedy = "see whether these processes live, and what they printed; then see their links"
@@ -90,6 +128,10 @@ class Lost:
     def _state(self, member: Member) -> str:
         word = self.words.get(member.rank)
         return "" if word is None else word.state
+
+    def _waits(self, member: Member) -> bool:
+        standing = self.standing.get(member.rank)
+        return standing is not None and standing.waits
 
 
 class Attendance:
@@ -201,11 +243,16 @@ class Attendance:
                 if self.place.rank == 0:
                     self._watch_check(store)
                 elif store.check([self._key("over")]):
+                    self._tell_standing(store)
                     os._exit(self.lost_status)
         except RuntimeError:
             if not self._closing.is_set():
                 print_exit_report(f"rank 0, or the store at {self.place.address}, is gone")
                 os._exit(Exit.PEER)
+
+    def _tell_standing(self, store: Store) -> None:
+        standing = Standing.of_main_thread()
+        store.set(self._key("where", self.place.rank), json.dumps(asdict(standing)))
 
     def _watch_check(self, store: Store) -> None:
         if self._current is None:
@@ -219,9 +266,16 @@ class Attendance:
         keys = {rank: self._key(check, rank) for rank in range(self.place.world)}
         there = {rank: key for rank, key in keys.items() if store.check([key])}
         words = {rank: Word(**json.loads(store.get(key))) for rank, key in there.items()}
-        status = self.on_lost(Lost(check, limit, words))
+        self._tell_standing(store)
         store.set(self._key("over"), "")
-        time.sleep(2 * _POLL)  # for the others to read it
+        time.sleep(_LAST_WORDS)  # for the others to read it, and to answer
+        told = {rank: self._key("where", rank) for rank in keys}
+        standing = {
+            rank: Standing(**json.loads(store.get(key)))
+            for rank, key in told.items()
+            if store.check([key])
+        }
+        status = self.on_lost(Lost(check, limit, words, standing))
         sys.stdout.flush()
         os._exit(status)
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from gristmill.base.units import format_seconds
-from gristmill.bench.cluster.members import Team, named
+from gristmill.bench.cluster.members import Team, named, short_time
 from gristmill.bench.finding import Finding, problem
 
 _ASKED = 20
@@ -85,7 +85,7 @@ def judge_clocks(found: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
     low = min(0.0, *(answer["offset"] for answer in found.values()))
     high = max(0.0, *(answer["offset"] for answer in found.values()))
     doubt = max(answer["error"] for answer in found.values())
-    what = f"at most {1000 * (high - low):.3g} ms apart, known to {1000 * doubt:.2g} ms"
+    what = f"at most {short_time(high - low)} apart, known to {short_time(doubt)}"
     if high - low - 2 * doubt <= MOST:
         yield Finding("clocks", what)
         return

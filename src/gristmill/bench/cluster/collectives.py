@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from gristmill.base.errors import Exit
 from gristmill.base.units import format_bytes
-from gristmill.bench.cluster.members import Member, Team, named, usual_hardware
+from gristmill.bench.cluster.members import Member, Team, named, short_time, usual_hardware
 from gristmill.bench.finding import Finding, problem
 
 COLUMNS = 1024
@@ -358,7 +358,7 @@ def _judge_scope(
     name = f"all-reduce {scope}"
     where = f" on {slowest['host']}, the slowest of {len(large)} nodes" if len(large) > 1 else ""
     what = f"{rate / 1e9:.3g} GB/s bus bandwidth at {format_bytes(largest)}{where}; "
-    what += f"{1e6 * max(row['seconds'] for row in small):.3g} us for {format_bytes(smallest)}"
+    what += f"{short_time(max(row['seconds'] for row in small))} for {format_bytes(smallest)}"
     usual = _usual(scope, members)
     if usual is not None:
         what += f"; usually {usual / 1e9:.3g} GB/s"

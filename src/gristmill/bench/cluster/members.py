@@ -164,6 +164,11 @@ def nodes_of(members: Sequence[Member]) -> dict[str, list[int]]:
     return nodes
 
 
+def short_time(seconds: float) -> str:
+    """A moment in words: "85 us", "4.7 ms"."""
+    return f"{1e6 * seconds:.3g} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
+
+
 def usual_hardware(member: Member) -> Hardware | None:
     """What the table of devices has for the GPU of a process."""
     gpu = member.gpu

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from gristmill.base.errors import Exit
 from gristmill.base.units import format_bytes
 from gristmill.bench.cluster.collectives import FAR_SLOWER
-from gristmill.bench.cluster.members import Member, Team, named
+from gristmill.bench.cluster.members import Member, Team, named, short_time
 from gristmill.bench.finding import Finding, problem
 from gristmill.distributed.control import ControlGroup
 
@@ -153,7 +153,7 @@ def judge_pairs(rows: Sequence[Mapping[str, Any]], members: Sequence[Member]) ->
     what = (
         f"{len(rows)} pairs of {'nodes' if several else 'processes'}: {median / 1e9:.3g} GB/s in "
     )
-    what += f"each direction at {format_bytes(rows[0]['bytes'])}, {1e6 * delay:.3g} us, the medians"
+    what += f"each direction at {format_bytes(rows[0]['bytes'])}, {short_time(delay)}, the medians"
     slow = [row for row in rows if row["bandwidth"] < FAR_SLOWER * median]
     if not slow:
         least = min(rows, key=lambda row: row["bandwidth"])

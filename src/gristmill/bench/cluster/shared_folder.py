@@ -24,7 +24,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import write_atomic
 from gristmill.base.locks import FolderLock
 from gristmill.base.units import format_seconds
-from gristmill.bench.cluster.members import Member, Team, named
+from gristmill.bench.cluster.members import Member, Team, named, short_time
 from gristmill.bench.finding import Finding, problem
 
 PATIENCE = 10.0
@@ -236,7 +236,7 @@ def _judge_freshness(found: Mapping[str, Any], members: Sequence[Member]) -> Ite
     slowest = max(max(times) for times in waits.values())
     what = f"{found['folder']} is shared" if len({member.host for member in members}) > 1 else "one"
     what = what if what != "one" else f"{found['folder']}, on one node"
-    what += f"; what one process writes, all see within {1000 * slowest:.3g} ms"
+    what += f"; what one process writes, all see within {short_time(slowest)}"
     if slowest < LATE:
         yield Finding("folder", what)
         return

@@ -244,13 +244,13 @@ class Monitor:
         cause = self._find_cause(error) if may_come_from_peer(error) else None
         leave_by = self._now + self.limits.leaving
         if cause is None:
-            known = None if isinstance(error, UserError) else explained_failure(error)
+            failure = None if isinstance(error, UserError) else explained_failure(error)
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             message = f"{kind}{error}".removesuffix(": ")
-            if known is not None:
-                message = known.problems[0].what
+            if failure is not None:
+                message = failure.problems[0].what
             self._report("failed", message, leave_by=leave_by)
-            return known
+            return failure
         self._report("lost", cause, leave_by=leave_by)
         write_exit_report(self.log, cause)
         return UserError(cause, exit=Exit.PEER)
