@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,11 +13,15 @@ from typing import Any
 import pytest
 
 from gristmill.base.errors import Exit
+from gristmill.base.process import Address, ProcessInfo
+from gristmill.bench.cluster.examination import Examination
 
 HURRY = """
 import torch
 torch.set_num_threads(1)
 from gristmill.bench.cluster import attendance, collectives, examination, shared_folder
+from gristmill.distributed.device import Device, MatrixRate
+Device.matrix_rate = lambda self: MatrixRate(1e9, 64, "fp32")
 attendance._LAST_WORDS = 1.0
 collectives._SECONDS = 0.002
 collectives.Sizes.of = classmethod(lambda cls, **given: cls([4096, 65536], [65536]))
@@ -237,6 +242,44 @@ def test_alone_on_a_machine(
     assert [row["ranks"] for row in document["checks"]["pairs"]["numbers"]] == [[0, 1]]
     assert "1 pairs of processes" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
+
+
+def examine_alone(port: int) -> dict[str, Any]:
+    """The document of the only process."""
+    found: list[Any] = []
+    chosen = ("network", "clocks", "collectives", "pairs")
+    examination = Examination(Path(), device="cpu", chosen=chosen, finish=found.append)
+    assert examination.run(ProcessInfo(address=Address("127.0.0.1", port))) == 0
+    return dict(found[0])
+
+
+def test_one_process_has_nobody_to_exchange_with(
+    crowd: Callable[..., list[Any]], cluster: Cluster
+) -> None:
+    (document,) = crowd(1, examine_alone, cluster.port)
+    assert document["good"] and document["complete"]
+    assert document["checks"]["collectives"]["numbers"] == []
+    assert document["checks"]["pairs"]["findings"][0]["what"] == "there is nobody to meet"
+
+
+@pytest.mark.parametrize("on", ["slurm", "pbs", "mpi"])
+def test_the_job_of_a_run_becomes_one_that_checks_the_nodes(
+    on: str, gristmill: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the line in the guide."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(
+        'name = "tiny"\npreset = "gpt2-nano"\ndata.paths = "tokens"\n'
+        'train = { until = "20 steps", batch = 192 }\n'
+        "launch = { nodes = 2, gpus_per_node = 4 }\n"
+    )
+    options = ["launch.hostfile=hosts"] if on == "mpi" else ["launch.time=1h"]
+    done = gristmill("launch", "run.toml", "--on", on, "--dry-run", *options)
+    assert done.returncode == 0, done.stderr
+    changed, times = re.subn(
+        r" train .*\.toml$", " doctor --cluster --json cluster.json", done.stdout, flags=re.M
+    )
+    assert times == 1 and "-m gristmill doctor --cluster --json cluster.json" in changed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import datetime
 import gc
+import json
+import os
+import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -351,3 +355,42 @@ def test_matrices_are_exchanged() -> None:
     back = exchange.scatter(names, {place: 2 * one for place, one in whole.items()}, moments)
     for place, one in enumerate(shards):
         assert torch.equal(whole[place], one) and torch.equal(back[place], 2 * one)
+
+
+# ------------------------------------------------------------------ doctor
+
+
+def test_doctor_on_the_only_gpu(
+    gristmill: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = gristmill("doctor", "--cluster", "--processes", 1, "--json", "found.json")
+    assert (tmp_path / "found.json").is_file(), done.stderr
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert document["complete"] and done.returncode == document["exit"]
+    (member,) = document["members"]
+    assert member["device"] == "cuda" and member["gpu"]["memory"] > 2**30
+    assert member["versions"]["nccl"] and member["versions"]["driver"]
+    (own,) = document["checks"]["devices"]["numbers"]
+    assert own["flops"] > 1e12 and own["health"]["celsius"] > 0 and own["peer_access"]
+    alone = gristmill("doctor")
+    assert "NCCL" in alone.stdout and "driver" in alone.stdout
+
+
+def test_two_processes_on_the_only_gpu_are_found(
+    begin_gristmill: Callable[..., Any], tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in range(2):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        values = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        words = ("doctor", "--cluster", "--device", "cuda", "--folder", tmp_path)
+        env = {**os.environ, **{name: str(value) for name, value in values.items()}}
+        env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        started.append(begin_gristmill(*words, env=env))
+    first, second = [process.end() for process in started]
+    assert "rank 0 on" in first.stdout and "use the same GPU" in first.stdout, first.stderr
+    assert first.returncode == 1 and second.returncode != 0

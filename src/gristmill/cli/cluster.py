@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -52,7 +52,7 @@ class ClusterOptions:
     json: Path | None
     only: Sequence[str]
     skip: Sequence[str]
-    device: str
+    device: Literal["auto", "cuda", "cpu"]
     start_timeout: float
     timeout: float | None
 

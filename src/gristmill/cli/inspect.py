@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -278,8 +278,8 @@ def doctor(
         _cluster_option(metavar="CHECK", help="Leave this check out (repeatable)."),
     ] = None,
     device: Annotated[
-        str,
-        _cluster_option(metavar="KIND", help="auto, cuda or cpu."),
+        Literal["auto", "cuda", "cpu"],
+        _cluster_option(help="Where to multiply and exchange; auto: on GPUs, if there are any."),
     ] = "auto",
     start_timeout: Annotated[
         str,

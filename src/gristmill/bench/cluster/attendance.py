@@ -6,8 +6,9 @@ Every process writes into the store of the rendezvous what it begins and ends:
     doctor/ATTEMPT/CHECK/RANK         whether it has begun, ended or failed (`Word`)
     doctor/ATTEMPT/trouble            CHECK: somebody failed in it
     doctor/ATTEMPT/go                 all members, once rank 0 has seen them
+    doctor/ATTEMPT/asks               rank 0 gives up, and asks all where they stand
+    doctor/ATTEMPT/where/RANK         where a process stands (`Standing`)
     doctor/ATTEMPT/over               rank 0 has given up; all others end
-    doctor/ATTEMPT/where/RANK         where a process stands, since rank 0 gives up (`Standing`)
 
 A collective in which somebody is missing cannot be interrupted, so a thread watches the clock: on
 rank 0 it gives up when a check takes longer than it may, or when somebody has failed in it. In a
@@ -242,8 +243,10 @@ class Attendance:
             while not self._closing.wait(_POLL):
                 if self.place.rank == 0:
                     self._watch_check(store)
-                elif store.check([self._key("over")]):
+                elif store.check([self._key("asks")]):
+                    # The first to end would break the exchanges of others, before they have told.
                     self._tell_standing(store)
+                    store.wait([self._key("over")])
                     os._exit(self.lost_status)
         except RuntimeError:
             if not self._closing.is_set():
@@ -267,8 +270,8 @@ class Attendance:
         there = {rank: key for rank, key in keys.items() if store.check([key])}
         words = {rank: Word(**json.loads(store.get(key))) for rank, key in there.items()}
         self._tell_standing(store)
-        store.set(self._key("over"), "")
-        time.sleep(_LAST_WORDS)  # for the others to read it, and to answer
+        store.set(self._key("asks"), "")
+        time.sleep(_LAST_WORDS)
         told = {rank: self._key("where", rank) for rank in keys}
         standing = {
             rank: Standing(**json.loads(store.get(key)))
@@ -276,6 +279,8 @@ class Attendance:
             if store.check([key])
         }
         status = self.on_lost(Lost(check, limit, words, standing))
+        store.set(self._key("over"), "")
+        time.sleep(2 * _POLL)  # for the others to read it
         sys.stdout.flush()
         os._exit(status)
 

@@ -24,7 +24,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from gristmill.base.errors import Exit
 from gristmill.base.process import ProcessInfo
@@ -119,7 +121,7 @@ class Examination:
     """What is asked for, and who is told about it on rank 0."""
 
     folder: Path
-    device: str = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     start: float = 120.0
     """Seconds in which all processes must come."""
     limit: float | None = None
@@ -141,7 +143,7 @@ class Examination:
             on_lost=lambda lost: self._lost(lost, report),
             lost_status=self._status(Exit.PEER),
         )
-        attendance.introduce(Member.of_this_process(place, select_device(self.device)))
+        attendance.introduce(Member.of_this_process(place, select_device(self._kind)))
         if place.rank == 0:
             members = self._roll_call(attendance, report)
         else:
@@ -154,6 +156,12 @@ class Examination:
         attendance.close()
         close_world()
         return self._status(status)
+
+    @property
+    def _kind(self) -> Literal["cuda", "cpu"]:
+        """The kind of devices: no others exchange tensors."""
+        on_gpus = self.device == "auto" and torch.cuda.is_available()
+        return "cuda" if on_gpus or self.device == "cuda" else "cpu"
 
     def _status(self, status: int) -> int:
         return int(status) if self.tells_status else int(Exit.DONE)
@@ -227,7 +235,7 @@ class Examination:
         limit = self.limit or max(limits)
         parallel = ParallelConfig(timeout=f"{limit:.0f}s", start_timeout=f"{self.start:.0f}s")
         world = open_world(
-            RuntimeConfig(device=self.device),  # type: ignore[arg-type]
+            RuntimeConfig(device=self._kind),
             mesh=Mesh(dp_replicate=place.world),
             parallel=parallel,
             place=place,
