@@ -66,7 +66,7 @@ def test_the_table(run: Path) -> None:
     assert columns.split() == expected.split()
     assert first.split()[0] == "1"
     assert "layouts fit" in text
-    assert "As the run file says, dp_replicate 16, micro-batch 16" in text
+    assert "As the run file says, dp_replicate 16, micro-batch 8" in text
     assert any("pp 16: 16 does not divide the layers 24" in line for line in rest)
 
 

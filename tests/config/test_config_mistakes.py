@@ -152,7 +152,8 @@ ADDED = {
     ),
     "unknown choice": (
         '[precision]\ncompute = "fp8"',
-        "run.toml:11: precision.compute: input should be 'fp32', 'bf16' or 'fp16' (it is 'fp8')\n",
+        "run.toml:11: precision.compute: input should be 'auto', 'fp32', 'bf16' or 'fp16' "
+        "(it is 'fp8')\n",
     ),
     "unknown optimizer": (
         '[optim]\ntype = "lion"',
@@ -306,8 +307,8 @@ ADDED = {
         '    only "fp16" needs a loss scale',
     ),
     "fp8 without bf16": (
-        '[precision]\nfp8 = ["head"]',
-        "run.toml:11: precision.fp8: needs compute = 'bf16', not 'fp32'\n"
+        '[precision]\ncompute = "fp32"\nfp8 = ["head"]',
+        "run.toml:12: precision.fp8: needs compute = 'bf16', not 'fp32'\n"
         '    set precision.compute = "bf16", or leave fp8 out',
     ),
     "fp8 on the CPU": (

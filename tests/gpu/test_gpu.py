@@ -41,7 +41,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ON_GPU = ('runtime.device="cuda"', "model.width=64", "model.context=64", "optim.lr=3e-3")
+ON_GPU = (
+    'runtime.device="cuda"',
+    'precision.compute="fp32"',
+    "model.width=64",
+    "model.context=64",
+    "optim.lr=3e-3",
+)
 
 
 def losses(

@@ -39,7 +39,7 @@ model = { layers = 2, heads = 2, width = 32, context = 32 }
 data.paths = "none"
 train = { until = "20 steps", batch = 8, seed = 5 }
 optim = { lr = 1e-3, eps = 1e-4 }
-precision = { tf32 = false }
+precision = { compute = "fp32", tf32 = false }
 """
 
 

@@ -70,7 +70,7 @@ def test_all_ways_of_computing_agree(make_run: MakeRun, kind: str) -> None:
     words = (*MODEL, *KINDS[kind])
     reference = losses(make_run(*words, 'runtime.device="cpu"', "runtime.compile=false"))
     assert reference[-1] < reference[0]
-    cuda = (*words, 'runtime.device="cuda"')
+    cuda = (*words, 'precision.compute="fp32"', 'runtime.device="cuda"')
     for extra, tolerance in (
         (("runtime.compile=false",), 1e-3),
         (("runtime.compile=true",), 1e-3),

@@ -131,7 +131,7 @@ def test_fit_begins_again_with_smaller_micro_batches_and_the_same_result(
     tokens = torch.cat([batch.tokens_BT for batch in seen if batch.samples == 2])
     assert torch.equal(tokens, expected)
     log = (run.folder / "train.log").read_text()
-    assert "ran out of memory; --fit: train.micro_batch = 4" in log
+    assert "ran out of memory; to fit into memory: train.micro_batch = 4" in log
 
 
 def test_fit_chooses_before_the_first_step_what_the_plan_says(
@@ -148,7 +148,7 @@ def test_fit_chooses_before_the_first_step_what_the_plan_says(
     settings = tomllib.loads((run.folder / "run.toml").read_text())["train"]
     assert (settings["batch"], settings["micro_batch"]) == (8, 4)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-4)
-    assert "--fit: train.micro_batch = 4" in (run.folder / "train.log").read_text()
+    assert "to fit into memory: train.micro_batch = 4" in (run.folder / "train.log").read_text()
 
 
 def test_fit_changes_nothing_where_the_run_fits(

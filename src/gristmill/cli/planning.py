@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.units import format_seconds, parse_seconds
 from gristmill.config.parallel import build_mesh
-from gristmill.config.resolve import portions, resolve
+from gristmill.config.resolve import divisors, leaves_micro_batch, portions, resolve
 from gristmill.config.schema import RunConfig
 from gristmill.plan.calibration import Calibration, calibrated, read_calibrations, this_machine
 from gristmill.plan.costs import Cost, run_cost
@@ -74,7 +75,8 @@ def plan_request(
 
 
 def own_layout(request: PlanRequest) -> LayoutPlan | Problem:
-    """The layout that the run file says, or why it cannot be."""
+    """The layout that the run file says, or why it cannot be. A micro-batch that it leaves open is
+    the largest that fits, as in the run itself."""
     config = request.config
     mesh = build_mesh(config.parallel, request.gpus)
     if isinstance(mesh, Problem):
@@ -82,14 +84,22 @@ def own_layout(request: PlanRequest) -> LayoutPlan | Problem:
     parts = portions(config.train, parts=mesh.data)
     if isinstance(parts, Problem):
         return replace(parts, what=f"{mesh}: {parts.what}")
-    return plan_layout(
-        config,
-        mesh,
-        request.hardware,
-        vocab=request.vocab,
-        micro_batch=parts.micro_batch,
-        recompute=config.train.recompute,
+    own = parts.batch // mesh.data
+    sizes = reversed(divisors(own)) if leaves_micro_batch(config.train) else [parts.micro_batch]
+    layouts = (
+        plan_layout(
+            config,
+            mesh,
+            request.hardware,
+            vocab=request.vocab,
+            micro_batch=size,
+            recompute=config.train.recompute,
+        )
+        for size in sizes
+        if size <= parts.micro_batch
     )
+    first = next(layouts)
+    return next((layout for layout in chain([first], layouts) if layout.fits), first)
 
 
 def described_span(seconds: float) -> str:

@@ -231,6 +231,11 @@ def portions(train: TrainConfig, *, parts: int | None = None) -> Portions | Prob
     return Portions(batch, micro, own // micro)
 
 
+def leaves_micro_batch(train: TrainConfig) -> bool:
+    """Whether only the batch is given, so that the micro-batch may be what memory allows."""
+    return train.batch is not None and train.micro_batch is None and train.accumulate is None
+
+
 def divisors(number: int) -> list[int]:
     """Numbers that divide another, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
@@ -276,6 +281,15 @@ def resolve(config: RunConfig, *, vocab: int, mesh: Mesh | None = None) -> Resol
         sampled_softmax=_sampled(config, vocab, tp=config.parallel.tp if mesh is None else mesh.tp),
         validate_every=config.validation.every or _validate_every(config, parts.batch, steps),
     )
+
+
+def with_compute(config: RunConfig, *, has_bf16: bool) -> RunConfig:
+    """The run with its number format, if it leaves that to the device."""
+    if config.precision.compute != "auto":
+        return config
+    compute = "bf16" if has_bf16 else "fp32"
+    precision = config.precision.model_copy(update={"compute": compute})
+    return config.model_copy(update={"precision": precision})
 
 
 def _validate_every(config: RunConfig, batch: int, steps: int) -> Duration:

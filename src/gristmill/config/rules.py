@@ -374,7 +374,7 @@ def _precision_fits(config: RunConfig) -> Iterator[Problem]:
         yield Problem(what, "precision.loss_scale.minimum")
     if not precision.fp8:
         return
-    if precision.compute != "bf16":
+    if precision.compute not in ("bf16", "auto"):
         what = f"needs compute = 'bf16', not {precision.compute!r}"
         remedy = 'set precision.compute = "bf16", or leave fp8 out'
         yield Problem(what, "precision.fp8", remedy)

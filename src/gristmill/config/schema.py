@@ -123,15 +123,16 @@ class LossScaleConfig(Settings):
 class PrecisionConfig(Settings):
     """Number formats."""
 
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Format of matrix products and activations; weights and optimizer state stay in fp32."""
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Format of matrix products and activations; weights and optimizer state stay in fp32. auto:
+    bf16 on GPUs and TPUs that compute with it, else fp32. A run keeps what it began with."""
     reduce: Literal["fp32", "bf16", "fp16"] | None = None
     """Format in which data-parallel processes send and sum gradients; fp32 if not given. They are
     still accumulated over micro-batches in fp32. Only with several processes."""
     tf32: bool = True
-    """Let fp32 matrix products on NVIDIA GPUs use TF32: faster, about three digits."""
+    """Let matrix products in fp32 on NVIDIA GPUs use TF32: faster, about three digits."""
     fp8: Annotated[tuple[Literal["head"], ...], Field(strict=False)] = ()
-    """Parts of the model that train with matrix products in fp8; only with compute = "bf16", on
+    """Parts of the model that train with matrix products in fp8; only where compute is bf16, on
     NVIDIA GPUs since Ada and Hopper. "head" is the last layer with its loss: faster if the model is
     small for its vocabulary. Its inputs then have 4 significant bits and its logits' gradients 3,
     so the training loss and all gradients are a little noisy; validation stays in bf16."""
@@ -218,7 +219,9 @@ class TrainConfig(Settings):
     batch: Count | None = None
     """Samples per step, over all micro-batches."""
     micro_batch: Count | None = None
-    """Samples that go through the model at once."""
+    """Samples that go through the model at once. If neither this nor accumulate is given: the whole
+    batch of a process, or the largest part of it that its device has memory for. A run keeps what
+    it began with."""
     accumulate: Count | None = None
     """Micro-batches per full step. Give two of batch, micro_batch and accumulate, or batch or
     micro_batch alone; the rest follows."""

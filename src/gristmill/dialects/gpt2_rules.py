@@ -291,6 +291,7 @@ def xla_gpt2_precision(draft: TranslationDraft) -> None:
         what = "is no precision of torch"
         draft.refuse(what, "--matmul-precision", "one of highest, high, medium")
     if kind is None:
+        draft.set_compute("fp32", "--mixed-precision")
         draft.set("precision.tf32", products != "highest", "--matmul-precision")
         return
     if kind not in ("fp16", "bf16"):

@@ -82,6 +82,7 @@ def llm_pytorch_precision(draft: TranslationDraft) -> None:
     elif kind not in ("no", "fp16", "bf16"):
         draft.refuse("is no number format", "--mixed_precision", "one of no, fp16, bf16")
     elif kind == "no":
+        draft.set_compute("fp32", "--mixed_precision")
         draft.set("precision.tf32", False, "--mixed_precision")
     else:
         draft.set_compute(kind, "--mixed_precision")

@@ -215,6 +215,7 @@ def megatron_precision(draft: TranslationDraft) -> None:
     """Number format, and the loss scale of fp16."""
     name = draft.only_one("--fp16", "--bf16")
     if name is None:
+        draft.set("precision.compute", "fp32", "--fp16", "--bf16")
         draft.set("precision.tf32", False, "--fp16", "--bf16")
     else:
         draft.set("precision.compute", name.removeprefix("--"), name)

@@ -42,6 +42,16 @@ class Device:
         return f"{platform.processor() or platform.machine()} {self.kind.upper()}"
 
     @property
+    def has_bf16(self) -> bool:
+        """Whether bf16 is its fast format."""
+        return has_bf16(self.torch_device)
+
+    @property
+    def visible(self) -> int:
+        """How many devices of its kind a process on this machine could have."""
+        return torch.cuda.device_count() if self.kind == "cuda" else 1
+
+    @property
     def is_async(self) -> bool:
         """Whether the host runs ahead of the device."""
         return self.kind == "cuda"
@@ -169,6 +179,11 @@ def select_device(asked: str) -> torch.device:
     # On CPUs without bf16 instructions torch computes with others, and prints a page about it.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     return torch.device(usable[0] if asked == "auto" else asked)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether bf16 is the fast format of a device: of NVIDIA's GPUs since Ampere, of AMD's too."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(frozen=True)

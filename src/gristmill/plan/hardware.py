@@ -95,6 +95,11 @@ class Hardware:
             return "cpu"
         return "xla" if self.name.startswith("tpu") else "cuda"
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether bf16 is its fast format."""
+        return self.device != "cpu" and "bf16" in dict(self.peaks)
+
     def peak(self, precision: str) -> float:
         """Dense FLOP/s in a number format."""
         for name, value in self.peaks:

@@ -28,14 +28,14 @@ The largest moment is the plan: its parts are the bytes at that moment.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from gristmill.base.errors import Problem
 from gristmill.config.model import GPTConfig, Role
 from gristmill.config.optim import KfacConfig, MuonConfig, OptimizerConfig, SoapConfig
 from gristmill.config.parallel import SEVERAL, Mesh
-from gristmill.config.resolve import padded, portions
+from gristmill.config.resolve import padded, portions, with_compute
 from gristmill.config.schema import RunConfig
 from gristmill.plan.activations import Computing, Mode, block_bytes
 from gristmill.plan.arithmetic import exchange_copies
@@ -102,10 +102,19 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of a process in a pipeline stage, with this micro-batch and recomputation in place
     of those of the settings. `device`: its kind, if not as the settings say; "auto" is a GPU."""
-    step = _Step(config, mesh, vocab=vocab, micro_batch=micro_batch, mode=recompute, stage=stage)
     asked = config.runtime.device
     kind = device or ("cuda" if asked == "auto" else asked)
-    step = replace(step, on_gpu=kind not in ("cpu", "mps"))
+    on_gpu = kind not in ("cpu", "mps")
+    config = with_compute(config, has_bf16=on_gpu)
+    step = _Step(
+        config,
+        mesh,
+        vocab=vocab,
+        micro_batch=micro_batch,
+        mode=recompute,
+        stage=stage,
+        on_gpu=on_gpu,
+    )
     moments = dict(step.moments())
     timeline = [("between steps", step.base()), *moments.items()]
     largest = max(moments.values(), key=lambda parts: sum(parts.values()))

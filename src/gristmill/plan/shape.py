@@ -25,7 +25,9 @@ def planned_model(model: ModelConfig) -> GPTConfig:
     """The native model that has the sizes of a model."""
     if isinstance(model, GPTConfig):
         return model
-    assert isinstance(model, HFConfig)
+    if not isinstance(model, HFConfig):
+        what = f"the shapes of {type(model).__name__} are not known here"
+        raise UserError(what, where="model")
     values = model.architecture()
     own: dict[str, Any] = {"vocab_multiple": 1, "context": model.context, "vocab": model.vocab}
     own |= {"dropout": model.dropout, "lora": model.lora}

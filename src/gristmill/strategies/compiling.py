@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -357,6 +358,15 @@ def start_compile_workers() -> None:
 
     maybe_warm_pool()
     AsyncCompile.use_process_pool()  # until one has answered, kernels are compiled one by one here
+
+
+def stop_compile_workers() -> None:
+    """Let these processes end, which takes most of a second, while the last checkpoint is saved;
+    torch would wait for them at the very end."""
+    if "torch._inductor.async_compile" in sys.modules:
+        from torch._inductor.async_compile import shutdown_compile_workers
+
+        threading.Thread(target=shutdown_compile_workers, daemon=True).start()
 
 
 class CompileClock:

@@ -18,8 +18,8 @@ import torch
 
 from gristmill.base.errors import UserError
 from gristmill.config.schema import LossScaleConfig, PrecisionConfig
-from gristmill.distributed.device import Device
-from gristmill.models.spec import AMPERE, Kernels
+from gristmill.distributed.device import Device, has_bf16
+from gristmill.models.spec import Kernels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -27,8 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def generation_dtype(precision: str, device: torch.device) -> torch.dtype:
     """The number format to generate in: auto is bf16 on a GPU that computes with it, else fp32."""
     if precision == "auto":
-        halves = device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE
-        return torch.bfloat16 if halves else torch.float32
+        return torch.bfloat16 if has_bf16(device) else torch.float32
     if precision not in DTYPES:
         what, known = f"{precision!r} is no number format", ", ".join(("auto", *DTYPES))
         raise UserError(what, where="precision", remedy=f"one of {known}")

@@ -38,6 +38,8 @@ def announce(run: BuiltRun, tracker: Tracker, resumed: Resumed) -> None:
     )
     if run.world.layout.processes > 1:
         tracker.say(_mesh_table(run))
+    elif (gpus := run.world.device.visible) > 1:
+        tracker.say(f"this run uses one of {gpus} GPUs; all train with --processes {gpus}")
     if run.state.workers:
         tracker.say(run.config.parallel.described_exchange)
     if (cost := _preconditioner_cost(run)) is not None:

@@ -54,6 +54,7 @@ from gristmill.track.account import WallAccount
 from gristmill.track.folder import RunFolder
 from gristmill.train.build import build_strategy, open_run_world
 from gristmill.train.compare import CompareReplicas
+from gristmill.train.defaults import decided
 from gristmill.train.health import RunHealth
 from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage
 from gristmill.train.memory import explainer, fitted, note_of
@@ -148,14 +149,15 @@ def assemble(
 ) -> BuiltRun:
     """Open and build everything, with initial weights loaded. Without `world`, one process.
     `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`:
-    those that take part in a decentralized run, if not all of them. `fit`: whether the micro-batch
-    and recomputation may be changed so that the run fits into memory."""
+    those that take part in a decentralized run, if not all of them. `fit`: whether settings of the
+    micro-batch and recomputation may be changed so that the run fits into memory."""
     world = world or open_run_world(config)
     control = control or ControlGroup()
+    config = decided(config, folder, world, control)
     chat = open_chat(config) if config.data.kind == "chat" else None
     data, tokenizer = open_run_data(config, folder, chat, shows=saves and control.is_rank0)
     resolved = resolve(config, vocab=tokenizer.size, mesh=world.layout)
-    chosen = fitted(config, resolved, world, control) if fit else None
+    chosen = fitted(config, resolved, world, control, fit=fit)
     fit_note = None
     if chosen is not None:
         fit_note = note_of(chosen, config)

@@ -27,7 +27,7 @@ from gristmill.base.process import ProcessInfo
 from gristmill.config.model import Role
 from gristmill.config.optim import KfacConfig
 from gristmill.config.parallel import ROW_AXES, Mesh, ParallelConfig
-from gristmill.config.resolve import Resolved
+from gristmill.config.resolve import Resolved, with_compute
 from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.control import ControlGroup
@@ -127,6 +127,7 @@ def build_strategy(
     learning rate over the run is available. `workers`: those that take part in a decentralized run,
     if not all of them."""
     control = control or ControlGroup()
+    config = with_compute(config, has_bf16=world.device.has_bf16)
     if world.device.kind == "xla":
         from gristmill.strategies.xla.strategy import build_xla
 
@@ -258,6 +259,7 @@ def place_model(
     cuda_graphs: bool = False,
 ) -> tuple[CausalLM, list[StageModule]]:
     """This process's shard of the model, with initial weights, and its pipeline stages, if any."""
+    config = with_compute(config, has_bf16=world.device.has_bf16)
     precision = precision or Precision(config.precision, world.device)
     device, seed = world.device.torch_device, config.train.seed
     layers = len(build_meta_model(config.model, vocab=vocab).block_names())

@@ -235,7 +235,7 @@ class ElasticRun:
         log = folder.logs / "coordinator.log"
         self._key = run_key(folder.key)
         store = connect(lambda: reach_store(place, seconds=start, log=log))
-        settings = shared_settings(config, folder, place)
+        settings = shared_settings(self._built.config, folder, place)
         settings["key of the run folder"] = fingerprint(self._key)
         require_same_settings(store, settings, place=place)
         self._store = SignedStore(store, self._key)

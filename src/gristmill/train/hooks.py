@@ -98,13 +98,16 @@ class Hooks:
         tells_others: bool = True,
         horizon_problem: Callable[[str], str | None] = lambda until: None,
         exit_every: Duration | None = None,
+        steps_done: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tells_others`: whether the strategy carries the signals of a process to all others.
+        """`steps_done` is called after the last step, before everything that is due then.
+        `tells_others`: whether the strategy carries the signals of a process to all others.
         `horizon_problem`: why the run cannot have another horizon, if it cannot."""
         self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
         self.monitor, self.account = monitor, account
         self.requests, self.tells_others = requests or RequestBox(), tells_others
         self.horizon_problem = horizon_problem
+        self.steps_done = steps_done
         # Whatever was told before is known to nobody any more.
         self.requests.unflag()
         self._asked = set[str]()
@@ -262,6 +265,7 @@ class Hooks:
 
     def at_end(self, *, finished: bool) -> None:
         self.meter.drain()
+        self.steps_done()
         health = self.meter.health
         if finished and health.rollback_at is not None:
             self._roll_back()

@@ -1,11 +1,12 @@
-"""The memory of a run: what is said when it runs out, and the settings that `train --fit` chooses.
+"""The memory of a run: what is said when it runs out, and the settings that are chosen to fit.
 
     before the run    the plan is compared with what the device has; if it does not fit, the
                       smallest change that does takes its place
     in the first step the same once more, if the device ran out although the plan said that it fits
 
-Only the micro-batch and recomputation are changed here: the global batch and seeds stay, so the
-samples and their order do.
+A micro-batch that the run file leaves open is chosen in any case; `train --fit` also changes one
+that it gives, and recomputation. The global batch and seeds stay, so the samples and their order
+do.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from gristmill.config.resolve import Resolved
+from gristmill.base.errors import UserError
+from gristmill.config.resolve import Resolved, leaves_micro_batch
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.world import World
@@ -30,6 +32,7 @@ from gristmill.plan.explain import (
 
 FITTED = "train"
 """The table whose settings `--fit` may change."""
+_PORTIONS = {("train", "batch"), ("train", "micro_batch")}
 
 
 def situation_of(config: RunConfig, resolved: Resolved, world: World) -> Situation:
@@ -54,30 +57,37 @@ def explainer(
 
 
 def fitted(
-    config: RunConfig, resolved: Resolved, world: World, control: ControlGroup
+    config: RunConfig, resolved: Resolved, world: World, control: ControlGroup, *, fit: bool
 ) -> Change | None:
     """The change with which a run fits the devices of all processes, which decide alike; None if it
-    fits as it is. If only changes of another kind would help, nothing is changed."""
+    fits as it is. If only changes of another kind would help, nothing is changed. `fit`: whether
+    settings of the run file may be changed."""
     measured = world.device.measured_memory(processes=world.place.local_world or 1)
     known = control.all_gather(0 if measured is None else available(measured))
     capacity = min(known)
     if not capacity or world.device.kind in ("meta", "xla"):
         return None
     situation = replace(situation_of(config, resolved, world), stage=None)
-    if situation.plan().total <= capacity:
+    try:
+        if situation.plan().total <= capacity:
+            return None
+    except UserError:  # a model whose shape the plan does not know
+        if fit:
+            raise
         return None
     change = smallest_change(situation, capacity=capacity)
-    return change if change is not None and may_fit(change) else None
+    return change if change is not None and may_change(change, config, fit=fit) else None
 
 
-def may_fit(change: Change) -> bool:
-    """Whether `--fit` may make this change by itself."""
-    return all(table == FITTED for table, _ in change.settings)
+def may_change(change: Change, config: RunConfig, *, fit: bool) -> bool:
+    """Whether a run may make a change by itself."""
+    open_settings = _PORTIONS if leaves_micro_batch(config.train) else set()
+    return all(path in open_settings or (fit and path[0] == FITTED) for path in change.settings)
 
 
 def note_of(change: Change, config: RunConfig) -> str:
-    """What `--fit` says about its choice."""
-    note = f"--fit: {described_change(change)}; the batch and seeds stay"
+    """What is said about a choice."""
+    note = f"to fit into memory: {described_change(change)}; the batch and seeds stay"
     draws = [
         name
         for name, acts in (

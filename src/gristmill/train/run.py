@@ -125,7 +125,13 @@ class Run:
                     control.on_all_ranks(check.start)
                     try:
                         training = Training(
-                            built, stop=stop, monitor=monitor, check=check, began=began, fit=fit
+                            built,
+                            stop=stop,
+                            monitor=monitor,
+                            check=check,
+                            began=began,
+                            given=self.config,
+                            fit=fit,
                         )
                         outcome = training.to_the_end()
                     except TooLittleMemory as error:

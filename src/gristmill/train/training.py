@@ -35,7 +35,7 @@ from gristmill.hub.downloads import settings_folder
 from gristmill.launch.jobs.batch import read_record
 from gristmill.optim.schedule import build_schedule
 from gristmill.plan.explain import TooLittleMemory
-from gristmill.strategies.compiling import CompileClock
+from gristmill.strategies.compiling import CompileClock, stop_compile_workers
 from gristmill.strategies.decentralized.membership import ViewChangedError
 from gristmill.track.account import RunTime, WallAccount, read_run_time
 from gristmill.track.folder import RunFolder
@@ -53,7 +53,7 @@ from gristmill.train.elastic_records import is_saved, is_validated, make_up
 from gristmill.train.health import DivergedError, Rollback, RunHealth
 from gristmill.train.hooks import Hooks, RollbackError
 from gristmill.train.loop import train
-from gristmill.train.memory import explainer, may_fit, note_of
+from gristmill.train.memory import explainer, may_change, note_of
 from gristmill.train.observer import RunObserver
 from gristmill.train.order import order_problem
 from gristmill.train.resume import Resumed, resume
@@ -146,11 +146,14 @@ class Training:
         monitor: PeerMonitor,
         check: ContentCheck,
         began: float,
+        given: RunConfig | None = None,
         fit: bool = False,
     ) -> None:
-        """`began`: when the start of the run began, in seconds since 1970. `fit`: whether the run
-        begins again with less memory if its first step runs out."""
+        """`began`: when the start of the run began, in seconds since 1970. If its first step runs
+        out of memory, the run begins again with less: by settings that `given`, what the user
+        wrote, leaves open, or with `fit` by others."""
         self.fit, self._first_step = fit, -1
+        self.given = run.config if given is None else given
         self.run, self.stop, self.monitor, self.check = run, stop, monitor, check
         if run.config.train.time_limit is not None:
             stop.time_limit = parse_seconds(run.config.train.time_limit)
@@ -295,6 +298,7 @@ class Training:
                 tells_others=not state.workers,
                 horizon_problem=partial(_horizon_problem, run),
                 exit_every=config.train.exit_every,
+                steps_done=stop_compile_workers,
             )
             loader = build_loader(run)
             self.observer.effort, hooks.meter.sources = loader.effort, run_sources(config, loader)
@@ -334,8 +338,9 @@ class Training:
         run = self.run
         error = explainer(run.config, run.resolved, run.world, run.folder.path)(what)
         first = run.state.progress.steps == self._first_step
-        if self.fit and first and run.world.mesh.processes == 1 and error is not None:
-            error.retries = error.change is not None and may_fit(error.change)
+        if first and run.world.mesh.processes == 1 and error is not None:
+            change, given = error.change, self.given
+            error.retries = change is not None and may_change(change, given, fit=self.fit)
         return error
 
     def _ended(self, *, finished: bool) -> Outcome:

@@ -138,6 +138,10 @@ class XlaDevice(Device):
         return f"{jax.device_count()} x {device.device_kind} with XLA"
 
     @property
+    def has_bf16(self) -> bool:
+        return jax.default_backend() != "cpu"
+
+    @property
     def is_async(self) -> bool:
         return True
 
