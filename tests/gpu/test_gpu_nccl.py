@@ -53,7 +53,7 @@ model = { layers = 2, heads = 2, width = 32, context = 32 }
 data.paths = "none"
 train = { until = "20 steps", batch = 8, seed = 5 }
 optim = { lr = 1e-3, eps = 1e-4 }
-precision = { tf32 = false }
+precision = { tf32 = false, compute = "fp32" }
 """
 
 
