@@ -257,7 +257,9 @@ def _exit_statuses() -> list[str]:
         *rows,
         "| 130 | Interrupted with Ctrl-C outside of training, or a second time during it. |",
         "",
-        "`doctor` ends with 1 when it found a problem.",
+        "`doctor` ends with 1 when it found a problem; `doctor --cluster` also with 71 for wrong "
+        "results or a faulty GPU, 74 for a folder that runs cannot share, and 76 for a process "
+        "that is missing or does not answer.",
     ]
 
 

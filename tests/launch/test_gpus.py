@@ -231,15 +231,6 @@ def test_processes_that_see_one_gpu_each_compare_them(crowd: Callable[..., list[
     assert "processes on another node would have to share a GPU" in first
 
 
-def test_what_only_nccl_sees_is_refused_in_the_same_words() -> None:
-    place = ProcessInfo(1, 1, 2, "node7", local_world=2)
-    nccl = RuntimeError("ncclInvalidUsage ... Duplicate GPU detected : rank 0 and rank 1 both on")
-    refused = world.explain_shared_gpu(nccl, place)
-    assert refused is not None and refused.exit is Exit.CONFIG
-    assert "2 processes on node7 need a GPU each, and see 1 GPU" in str(refused)
-    assert world.explain_shared_gpu(RuntimeError("unhandled system error"), place) is None
-
-
 def counted(gpus: list[str]) -> int | None:
     """How many share the GPU of a process, as the processes find together."""
     rank = dist.get_rank()

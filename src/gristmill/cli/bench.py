@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gristmill.base.errors import UserError
 from gristmill.base.files import write_json
 from gristmill.base.limits import keep_freed_memory
 from gristmill.base.units import format_bytes, format_count
-from gristmill.cli.options import Overrides
+from gristmill.cli.options import Overrides, require_place
 from gristmill.config.load import load_run
 from gristmill.hub.downloads import settings_folder
 
@@ -53,7 +52,7 @@ def bench(
     """
     config = load_run(run, settings or (), find_model=settings_folder)
     if json is not None:
-        _require_place(json)
+        require_place(json)
     # The profiler's library would announce itself; it reads this when torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     keep_freed_memory()
@@ -64,17 +63,6 @@ def bench(
         typer.echo(line)
     if json is not None:
         write_json(json, dataclasses.asdict(result))
-
-
-def _require_place(file: Path) -> None:
-    """Refuse a file that could not be written, before anything is measured."""
-    where = f"--json {file}"
-    if file.is_dir():
-        raise UserError("is a folder", where=where, remedy="name a file in it")
-    if not file.parent.is_dir():
-        raise UserError(f"there is no folder {file.parent}", where=where)
-    if not os.access(file.parent, os.W_OK):
-        raise UserError(f"cannot write in {file.parent}", where=where)
 
 
 def _lines(result: BenchResult) -> Iterator[str]:

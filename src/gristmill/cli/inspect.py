@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from gristmill.base.errors import Exit, UserError, on_one_line
+from gristmill.base.exits import follow_supervisor
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.options import Overrides
 from gristmill.cli.progress import ProgressLine
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 _ROWS = 5
 """How many steps are printed."""
+
+
+_cluster_option = functools.partial(typer.Option, rich_help_panel="With --cluster")
 
 
 def replay(
@@ -238,8 +243,81 @@ def report(
     typer.echo(f"written to {page}")
 
 
-def doctor() -> None:
-    """Show what this machine has for training, and what is wrong with it."""
+def doctor(
+    cluster: Annotated[
+        bool,
+        typer.Option(
+            "--cluster",
+            help="Check several GPUs or nodes together, before a long run: start it exactly as "
+            "`train` is started. Alone on a machine, it uses all its GPUs.",
+        ),
+    ] = False,
+    processes: Annotated[
+        int | None,
+        _cluster_option(
+            min=1, metavar="N", help="Start N processes on this machine, if not one for each GPU."
+        ),
+    ] = None,
+    folder: Annotated[
+        Path, _cluster_option(metavar="DIR", help="Where run folders would be, on all nodes.")
+    ] = Path(),
+    json: Annotated[
+        Path | None,
+        _cluster_option(metavar="FILE", help="Write all findings and numbers to this file too."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        _cluster_option(
+            metavar="CHECK",
+            help="Make this check only (repeatable): network, clocks, folder, devices, "
+            "collectives, pairs.",
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        _cluster_option(metavar="CHECK", help="Leave this check out (repeatable)."),
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"],
+        _cluster_option(help="Where to multiply and exchange; auto: on GPUs, if there are any."),
+    ] = "auto",
+    start_timeout: Annotated[
+        str,
+        _cluster_option(metavar="TIME", help="How long to wait for all processes to come."),
+    ] = "2m",
+    timeout: Annotated[
+        str | None,
+        _cluster_option(
+            metavar="TIME",
+            help="How long each check may take, if not its own limit; who does not answer by then "
+            "is named.",
+        ),
+    ] = None,
+) -> None:
+    """Show what this machine has for training, and what is wrong with it.
+
+    With --cluster, several GPUs or nodes are checked together: links, results, clocks, folders.
+    """
+    supervised = follow_supervisor()
+    if cluster:
+        from gristmill.cli.cluster import ClusterOptions, examine_cluster, parse_patience
+
+        options = ClusterOptions(
+            processes,
+            folder,
+            json,
+            only or (),
+            skip or (),
+            device,
+            parse_patience(start_timeout, "--start-timeout"),
+            None if timeout is None else parse_patience(timeout, "--timeout"),
+        )
+        raise typer.Exit(examine_cluster(options, supervised=supervised))
+    given = {"--processes": processes, "--json": json, "--only": only, "--skip": skip}
+    for option, value in given.items():
+        if value is not None:
+            remedy = f"doctor --cluster {option}"
+            raise UserError("is for --cluster", where=option, remedy=remedy, exit=Exit.USAGE)
     from gristmill.cli.doctor import examine
 
     problems = 0

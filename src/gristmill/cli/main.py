@@ -6,6 +6,7 @@
     Ctrl-C                  nothing                                    130
     a closed output pipe    nothing                                    0
     a full or broken disk   `error: the disk refused`                  74
+    a failed exchange       `error:` what NCCL or Gloo say, in words   76, or another that fits
 
 The module of a command is imported when it is called, so that `--help` and the light commands start
 quickly; torch only when the command runs, so that its own help does not wait for it.
@@ -224,9 +225,7 @@ def main() -> None:
         with downloads_shown(DOWNLOADS if _speaks() else None):
             app()
     except UserError as error:
-        for problem in error.problems:
-            sys.stderr.write(f"error: {problem}\n")
-        sys.exit(error.exit)
+        sys.exit(_refuse(error))
     except OSError as error:
         sys.exit(_refused_by_disk(error) if error.errno in _DISK else _report(error))
     except _PipeError as error:
@@ -234,7 +233,24 @@ def main() -> None:
         unread = isinstance(cause, BrokenPipeError) and _reader_left()
         sys.exit(Exit.DONE if unread else _report(cause))
     except Exception as error:
-        sys.exit(_report(error))
+        explained = _failed_exchange(error)
+        sys.exit(_report(error) if explained is None else _refuse(explained))
+
+
+def _refuse(error: UserError) -> Exit:
+    """Print what the user can do something about."""
+    for problem in error.problems:
+        sys.stderr.write(f"error: {problem}\n")
+    return error.exit
+
+
+def _failed_exchange(error: Exception) -> UserError | None:
+    """What NCCL or Gloo say, in words; None for errors of anything else."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    from gristmill.distributed.failures import explained_failure
+
+    return explained_failure(error)
 
 
 def _speaks() -> bool:

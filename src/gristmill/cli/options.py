@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -139,6 +140,17 @@ ShardSize = Annotated[
     int | None,
     output_option(min=1, metavar="N", help="Tokens per file, for llmc and npy; 100M if not given."),
 ]
+
+
+def require_place(file: Path) -> None:
+    """Refuse a file that could not be written, before anything is measured."""
+    where = f"--json {file}"
+    if file.is_dir():
+        raise UserError("is a folder", where=where, remedy="name a file in it")
+    if not file.parent.is_dir():
+        raise UserError(f"there is no folder {file.parent}", where=where)
+    if not os.access(file.parent, os.W_OK):
+        raise UserError(f"cannot write in {file.parent}", where=where)
 
 
 class Precision(enum.StrEnum):

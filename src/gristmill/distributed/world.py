@@ -274,13 +274,6 @@ def _refuse_shared_gpus(device: Device, place: ProcessInfo) -> None:
         )
 
 
-def explain_shared_gpu(error: Exception, place: ProcessInfo) -> UserError | None:
-    """The same refusal where only NCCL saw that processes share a GPU; None for other errors."""
-    if "Duplicate GPU detected" not in str(error):
-        return None
-    return _too_few_gpus(place, max(2, place.local_world or 2), 1)
-
-
 def _rendezvous(
     device: Device, place: ProcessInfo, config: ParallelConfig, *, timeout: timedelta
 ) -> None:

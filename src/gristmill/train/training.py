@@ -31,7 +31,6 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.intact import ContentCheck
 from gristmill.distributed.device import memory_explained
 from gristmill.distributed.liveness.heartbeat import Heartbeat
-from gristmill.distributed.world import explain_shared_gpu
 from gristmill.hub.downloads import settings_folder
 from gristmill.launch.jobs.batch import read_record
 from gristmill.optim.schedule import build_schedule
@@ -121,15 +120,12 @@ class PeerMonitor(Protocol):
 
 @contextlib.contextmanager
 def located_errors(folder: RunFolder, monitor: PeerMonitor) -> Iterator[None]:
-    """Note on unexpected errors where they happened and which log has more; a GPU that is shared
-    without leave is the user's to mend."""
+    """Note on unexpected errors where they happened and which log has more."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if (refused := explain_shared_gpu(error, monitor.place)) is not None:
-            raise refused from error
         rank = monitor.place.rank
         log = folder.rank_log(rank) if rank else folder.log
         notes = [monitor.where] if monitor.active else []

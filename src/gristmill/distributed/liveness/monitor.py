@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.exits import print_exit_report, run_briefly, write_exit_report
 from gristmill.base.process import ProcessInfo
+from gristmill.distributed.failures import explained_failure
 from gristmill.distributed.liveness.heartbeat import (
     Heartbeat,
     Roster,
@@ -231,7 +232,8 @@ class Monitor:
 
     def explain(self, error: BaseException) -> UserError | None:
         """The error of the process that caused this one, if another did; if none did, the others
-        are told that this process failed. Either way it has to exit now."""
+        are told that this process failed, and an error of NCCL or Gloo is put into words. Either
+        way this process has to exit now."""
         self._decided.acquire(blocking=False)
         own = self._own
         if not self.active or own.state in ("failed", "done"):
@@ -242,9 +244,13 @@ class Monitor:
         cause = self._find_cause(error) if may_come_from_peer(error) else None
         leave_by = self._now + self.limits.leaving
         if cause is None:
+            failure = None if isinstance(error, UserError) else explained_failure(error)
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            self._report("failed", f"{kind}{error}".removesuffix(": "), leave_by=leave_by)
-            return None
+            message = f"{kind}{error}".removesuffix(": ")
+            if failure is not None:
+                message = failure.problems[0].what
+            self._report("failed", message, leave_by=leave_by)
+            return failure
         self._report("lost", cause, leave_by=leave_by)
         write_exit_report(self.log, cause)
         return UserError(cause, exit=Exit.PEER)
