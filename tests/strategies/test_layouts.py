@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layout_cases import GPT2, LAYOUTS, MORE, RUN, VOCAB, Crowd, Curve, compare, run
+from layout_cases import GPT2, LAYOUTS, MORE, RUN, VOCAB, Crowd, Curve, assert_close, compare, run
 
 from gristmill.base.process import ProcessInfo
 from gristmill.base.units import parse_seconds
@@ -25,6 +25,8 @@ from gristmill.distributed.device import Device
 from gristmill.distributed.world import open_world
 from gristmill.models.build import build_model
 from gristmill.models.gpt import GPT
+from gristmill.models.layers import Linear
+from gristmill.models.products import cast_linear
 from gristmill.train.build import build_strategy
 
 
@@ -40,6 +42,20 @@ def test_every_layout_computes_what_one_process_does(crowd: Crowd, layout: str) 
 def test_every_layout_over_twenty_steps(crowd: Crowd, layout: str) -> None:
     """Roundings grow from step to step."""
     compare(crowd, layout, steps=20, muon=2e-4, adamw=2e-5)
+
+
+def with_own_products(words: tuple[str, ...], steps: int) -> Curve:
+    """As on a GPU, where the products of linear layers have a backward pass of their own."""
+    Linear._linear = lambda self, x, bias: cast_linear(x, self.weight, bias)  # type: ignore[method-assign]
+    return run(words, packed=False, steps=steps)
+
+
+def test_a_split_backward_pass_takes_products_with_one_of_their_own(crowd: Crowd) -> None:
+    model = (*GPT2, "model.layers=4")
+    split = ("parallel.pp=2", 'parallel.schedule="zero-bubble"')
+    one, other = crowd(2, with_own_products, (*model, *split), 4)
+    assert one == other
+    assert_close(one, run(model, packed=False, steps=4), far=2e-5)
 
 
 def common_weights() -> list[list[list[float]]]:

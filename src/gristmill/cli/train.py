@@ -170,7 +170,9 @@ def train(
         from gristmill.train.run import Run
 
         opened = Run(config, translation="" if translated is None else translated.translation.text)
-        outcome = opened.train(fresh=fresh, start_from=start_from, stop=stop, fit=fit)
+        outcome = opened.train(
+            fresh=fresh, start_from=start_from, stop=stop, fit=fit, ends_process=True
+        )
     raise typer.Exit(outcome.exit)
 
 

@@ -79,6 +79,31 @@ class StageModule(nn.Module):
         return result
 
 
+class _Stage(PipelineStage):
+    """Keeps the graph of a micro-batch until the second half of its backward pass is done, where a
+    schedule has two. Torch lets go of it after the first, and the second would then find functions
+    of Python, such as products with a backward pass of their own, that are no longer there."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._graphs: dict[int, list[Any]] = {}
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **more: Any
+    ) -> Any:
+        if not full_backward:
+            outputs = [*self.fwd_cache[bwd_chunk_id][0], *([] if loss is None else [loss])]
+            with torch.enable_grad():
+                self._graphs[bwd_chunk_id] = [
+                    each.view_as(each).grad_fn for each in outputs if each.requires_grad
+                ]
+        return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **more)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, **more: Any) -> Any:
+        super().backward_weight_one_chunk(bwd_chunk_id, **more)
+        self._graphs.pop(bwd_chunk_id, None)
+
+
 class PipelineMicroBatches:
     """Micro-batches through the stages of all ranks."""
 
@@ -157,7 +182,7 @@ class PipelineMicroBatches:
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         hidden = cast(StagedModel, self.model).stage_hidden(*shape)
         return [
-            PipelineStage(
+            _Stage(
                 stage,
                 self.world.at["pp"] + number * pp,
                 pp * self.config.stages_each,

@@ -65,7 +65,7 @@ class TensorParallelComm(ShardComm):
         return _rng_of_rank(self.rank) if self.forks_rng else contextlib.nullcontext()
 
     def gather_features(self, x_NF: torch.Tensor) -> torch.Tensor:
-        return functional.wait_tensor(_gather(x_NF.contiguous(), 1, self.group))
+        return _gather_along(x_NF.contiguous(), 1, self.group)
 
     def all_max(self, x: torch.Tensor) -> torch.Tensor:
         return _communicate(x, "max", self.group)
@@ -79,12 +79,20 @@ def _communicate(x: torch.Tensor, how: str, group: Any) -> torch.Tensor:
         return x.view_as(x)
     x = x.contiguous()
     if how == "gather":
-        result = _gather(x, SEQUENCE, group)
+        result = _gather_along(x, SEQUENCE, group)
     elif how == "scatter":
         result = _scatter(x, "sum", SEQUENCE, group)
     else:
         result = functional.all_reduce(x, how, group)
     return functional.wait_tensor(result)
+
+
+def _gather_along(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """The parts of all processes behind one another. Along another dimension than the first, torch
+    2.11 calls a function for it that it refuses to compile."""
+    count = x.shape[0]
+    parts = functional.wait_tensor(_gather(x, 0, group)).split(count)
+    return torch.cat(parts, dim)
 
 
 class _Collective(torch.autograd.Function):

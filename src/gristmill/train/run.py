@@ -80,6 +80,7 @@ class Run:
         start_from: str | None = None,
         stop: StopRequest | None = None,
         fit: bool = False,
+        ends_process: bool = False,
     ) -> Outcome:
         """Train, or resume from the newest checkpoint that is intact. Signals stop it after a step,
         with a checkpoint.
@@ -87,6 +88,7 @@ class Run:
         `fresh` moves an existing run aside and starts over; `start_from`, a step or "best", goes
         back to that checkpoint. `stop` handles signals already; if None, this does. `fit` lowers
         the micro-batch, or recomputes activations, if the run does not fit into memory.
+        `ends_process`: nothing will be compiled in this process any more.
         """
         place = ProcessInfo.current()
         mesh = device_mesh(self.config, place)
@@ -100,7 +102,9 @@ class Run:
                 raise UserError(what, where="parallel.elastic", remedy="leave out --fit")
             if elastic:
                 return train_elastic(self.config, claim, place, mesh, stop=stop, began=began)
-            return self._train_together(claim, place, mesh, stop=stop, began=began, fit=fit)
+            return self._train_together(
+                *(claim, place, mesh), stop=stop, began=began, fit=fit, ends_process=ends_process
+            )
 
     def _train_together(
         self,
@@ -110,7 +114,8 @@ class Run:
         *,
         stop: StopRequest,
         began: float,
-        fit: bool = False,
+        fit: bool,
+        ends_process: bool,
     ) -> Outcome:
         """Train with processes that all stay to the end."""
         config, folder = self.config, self._folder
@@ -132,6 +137,7 @@ class Run:
                             began=began,
                             given=self.config,
                             fit=fit,
+                            ends_process=ends_process,
                         )
                         outcome = training.to_the_end()
                     except TooLittleMemory as error:

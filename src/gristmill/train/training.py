@@ -148,11 +148,13 @@ class Training:
         began: float,
         given: RunConfig | None = None,
         fit: bool = False,
+        ends_process: bool = False,
     ) -> None:
         """`began`: when the start of the run began, in seconds since 1970. If its first step runs
         out of memory, the run begins again with less: by settings that `given`, what the user
-        wrote, leaves open, or with `fit` by others."""
+        wrote, leaves open, or with `fit` by others. `ends_process`: nothing is compiled after it."""
         self.fit, self._first_step = fit, -1
+        self.ends_process = ends_process
         self.given = run.config if given is None else given
         self.run, self.stop, self.monitor, self.check = run, stop, monitor, check
         if run.config.train.time_limit is not None:
@@ -298,7 +300,7 @@ class Training:
                 tells_others=not state.workers,
                 horizon_problem=partial(_horizon_problem, run),
                 exit_every=config.train.exit_every,
-                steps_done=stop_compile_workers,
+                steps_done=stop_compile_workers if self.ends_process else lambda: None,
             )
             loader = build_loader(run)
             self.observer.effort, hooks.meter.sources = loader.effort, run_sources(config, loader)
