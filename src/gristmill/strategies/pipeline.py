@@ -89,7 +89,11 @@ class _Stage(PipelineStage):
         self._graphs: dict[int, list[Any]] = {}
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **more: Any
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: Any = False,
     ) -> Any:
         if not full_backward:
             outputs = [*self.fwd_cache[bwd_chunk_id][0], *([] if loss is None else [loss])]
@@ -97,10 +101,10 @@ class _Stage(PipelineStage):
                 self._graphs[bwd_chunk_id] = [
                     each.view_as(each).grad_fn for each in outputs if each.requires_grad
                 ]
-        return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **more)
+        return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, **more: Any) -> Any:
-        super().backward_weight_one_chunk(bwd_chunk_id, **more)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> Any:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._graphs.pop(bwd_chunk_id, None)
 
 

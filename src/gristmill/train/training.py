@@ -152,7 +152,8 @@ class Training:
     ) -> None:
         """`began`: when the start of the run began, in seconds since 1970. If its first step runs
         out of memory, the run begins again with less: by settings that `given`, what the user
-        wrote, leaves open, or with `fit` by others. `ends_process`: nothing is compiled after it."""
+        wrote, leaves open, or with `fit` by others. `ends_process`: nothing is
+        compiled after it."""
         self.fit, self._first_step = fit, -1
         self.ends_process = ends_process
         self.given = run.config if given is None else given
