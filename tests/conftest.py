@@ -193,7 +193,16 @@ def rewrite() -> Callable[[Path, Callable[[Content], Any]], None]:
 
 # ------------------------------------------------------------------ runs to compare
 
-TIMED = {"time", "tokens_per_second", "step_seconds", "tflops", "tflops_causal", "memory_bytes"}
+TIMED = {
+    "time",
+    "mfu",
+    "mfu_causal",
+    "tokens_per_second",
+    "step_seconds",
+    "tflops",
+    "tflops_causal",
+    "memory_bytes",
+}
 TIMED |= {"data_wait", "sync_wait", "seconds"}
 
 
