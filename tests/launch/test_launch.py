@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tomllib
 from collections.abc import Callable, Mapping
@@ -334,7 +335,7 @@ def test_a_run_is_not_submitted_twice(tmp_path: Path, monkeypatch: pytest.Monkey
             submit(planned, launcher)
         assert refused.value.exit is Exit.REFUSED
     finally:
-        subprocess.run(["pkill", "-s", record.id], check=False)
+        os.killpg(int(record.id), signal.SIGKILL)
     os.waitpid(int(record.id), 0)
     assert launcher.state(record).phase == "ended"
 
