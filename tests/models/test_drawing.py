@@ -71,6 +71,19 @@ def test_a_region_has_what_the_whole_has_there(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(part, whole[region.slices])
 
 
+def test_torchs_default_format_changes_nothing() -> None:
+    """Libraries set it while they build a model."""
+    usual, other = torch.empty(40, 5), torch.empty(40, 5)
+    fill_normal(usual, 1.0, seed=3, name="w")
+    module._parts.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        fill_normal(other, 1.0, seed=3, name="w")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(usual, other)
+
+
 def test_a_sequence_longer_than_32_bits_goes_on() -> None:
     """Places beyond 2^32 are new numbers."""
     shape, rows = (1 << 34, 8), torch.empty(3, 8)

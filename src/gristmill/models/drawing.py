@@ -125,7 +125,9 @@ def _parts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     quantile = NormalDist().inv_cdf
     upper = [quantile(0.5 + number / _PARTS) for number in range(_PARTS // 2)]
     upper.append(quantile(1 - _LAST))
-    nodes = torch.tensor([*(-node for node in reversed(upper[1:])), *upper]).to(device)
+    # In fp32 whatever torch's default is at the moment: they are kept.
+    nodes = torch.tensor([*(-node for node in reversed(upper[1:])), *upper], dtype=torch.float32)
+    nodes = nodes.to(device)
     return nodes[:-1], nodes[1:] - nodes[:-1]
 
 
