@@ -222,16 +222,20 @@ KFAC = (
 )
 
 
+FP8 = 'precision.fp8=["mlp", "attention"]'
+
 EXACT = {
     "3 processes": {
         "copies": ("",),
         "shards": ("dp_shard=3",),
         "kfac": ("", *KFAC),
+        "fp8": ("dp_shard=3", FP8),
     },
     "4 processes": {
         "copies": ("",),
         "copies of shards": ("dp_replicate=2 dp_shard=2", 'optim.type="muon"'),
         "shards and tensor": ("dp_shard=2 tp=2",),
+        "fp8": ("dp_shard=2 tp=2", FP8),
         "ring": ("cp=2",),
         "pipeline": ("pp=2",),
         "pipeline alone": ("pp=4", "model.layers=4", "train.accumulate=4"),

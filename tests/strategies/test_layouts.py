@@ -15,7 +15,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layout_cases import GPT2, LAYOUTS, MORE, RUN, VOCAB, Crowd, Curve, assert_close, compare, run
+from layout_cases import (
+    FP8,
+    GPT2,
+    LAYOUTS,
+    MORE,
+    RUN,
+    VOCAB,
+    Crowd,
+    Curve,
+    assert_close,
+    compare,
+    run,
+)
 
 from gristmill.base.process import ProcessInfo
 from gristmill.base.units import parse_seconds
@@ -96,6 +108,19 @@ def test_copies_and_shares_are_equal_to_the_bit(crowd: Crowd) -> None:
     words = ("train.clip=0", "train.accumulate=1")
     copies, shares, whole_gradients = crowd(2, losses_of, layouts, words, 8)[0]
     assert copies == shares == whole_gradients
+
+
+def test_blocks_in_fp8_learn_the_same_on_several_processes(crowd: Crowd) -> None:
+    """Scales are the same everywhere. Those of the first step come from other samples, and each
+    rounding to fp8 makes a difference of 2^-4 of another one."""
+    words, none = ("optim.eps=1e-4", FP8), ("optim.eps=1e-4",)
+    (alone,), (plain,) = (losses_of([()], chosen, 6) for chosen in (words, none))
+    layouts = [(), SHARES, ("parallel.tp=2",), ("parallel.cp=2",)]
+    for losses in (found := crowd(2, losses_of, layouts, words, 6))[0]:
+        assert losses == pytest.approx(alone, abs=1e-3)
+        assert losses != plain
+    assert found[0] == found[1]
+    assert alone == pytest.approx(plain, abs=2e-3)
 
 
 SOAP = (

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 from gristmill.base.errors import Problem
 from gristmill.base.units import Unit
+from gristmill.config.fp8_rules import fp8_layout_fits
 from gristmill.config.model import Ability, GPTConfig
 from gristmill.config.optim import AccumAdamConfig, AccumAdamWConfig
 from gristmill.config.parallel import (
@@ -89,6 +90,7 @@ def layout_problems(config: RunConfig, *, processes: int | None = None) -> Itera
         return
     yield from _settings_act(config.parallel)
     yield from _decentralized(config)
+    yield from fp8_layout_fits(config, mesh)
     for axis, (ability, problems) in _NEEDED.items():
         if mesh.sizes[axis] == 1:
             continue
@@ -209,9 +211,6 @@ def _tensor_parallel(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
         what = f"a sequence of {sequence // mesh.cp} on each device cannot be divided by tp"
         remedy = "set it to false, or change tp or data.sequence"
         yield Problem(what, "parallel.sequence", remedy)
-    if config.precision.fp8:
-        what = "the head's products cannot be in fp8 when tp divides the head"
-        yield Problem(what, "precision.fp8", "leave it out, or set parallel.tp = 1")
 
 
 def _divides_sequence(config: RunConfig) -> bool:

@@ -45,7 +45,7 @@ class Ability(StrEnum):
     CONTEXT = "context parallelism"
     PIPELINE = "pipeline stages"
     DOCUMENTS = "attention masks for packed documents"
-    FP8_HEAD = "an output head in fp8"
+    FP8 = "products in fp8"
     SAMPLED_SOFTMAX = "a sampled softmax"
     MTP = "a loss of the token after the next"
 

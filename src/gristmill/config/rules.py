@@ -14,6 +14,7 @@ from typing import Any
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.units import parse_split
+from gristmill.config.fp8_rules import fp8_fits
 from gristmill.config.hf import NULL, HFConfig, positions
 from gristmill.config.layouts import layout_problems, ramp_problems, xla_fits
 from gristmill.config.mixture_rules import mixture_fits, validation_sets_fit
@@ -43,9 +44,6 @@ from gristmill.config.schema import DataConfig, RunConfig
 from gristmill.config.settings import Settings, Written, no_effect
 from gristmill.config.track import looks_secret
 
-FP8_MULTIPLE = 16
-"""Matrix products in fp8 are of sizes that are multiples of this."""
-
 
 def check(
     config: RunConfig, *, written: Written, weights: Mapping[str, Any] | None = None
@@ -69,6 +67,7 @@ def check(
         mixture_fits,
         validation_sets_fit,
         _precision_fits,
+        fp8_fits,
         _schedule_fits,
         _alert_acts,
         xla_fits,
@@ -154,11 +153,6 @@ def _gpt_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
     if model.value_embeddings > most:
         what = f"only every other layer can have them: {most} of {model.layers} layers"
         yield Problem(what, "model.value_embeddings", f"give at most {most}")
-    for name in ("width", "vocab_multiple") if config.precision.fp8 else ():
-        size = getattr(model, name)
-        if size % FP8_MULTIPLE:
-            what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
-            yield Problem(what, f"model.{name}", "change it, or leave precision.fp8 out")
 
 
 def _hf_fits(config: RunConfig, written: Written) -> Iterator[Problem]:
@@ -202,7 +196,6 @@ def _model_is_able(config: RunConfig) -> Iterator[Problem]:
     """Settings outside of `[model]` that need something of the model; layouts ask in layouts.py."""
     model, data = config.model, config.data
     needed = {
-        "precision.fp8": (Ability.FP8_HEAD, bool(config.precision.fp8)),
         "train.sampled_softmax": (Ability.SAMPLED_SOFTMAX, bool(config.train.sampled_softmax)),
         "train.mtp": (Ability.MTP, bool(config.train.mtp)),
         "data.documents": (Ability.DOCUMENTS, data.documents == "masked"),
@@ -232,9 +225,6 @@ def _lora_fits(config: RunConfig) -> Iterator[Problem]:
     if isinstance(config.optim, MuonConfig):
         what = "Muon is made for whole matrices, and adapters are factors of a small one"
         yield Problem(what, "optim.type", 'set it to "adamw", or leave model.lora out')
-    if config.precision.fp8:
-        what = "is for training the head, which stays as it is"
-        yield Problem(what, "precision.fp8", "leave it out, or leave model.lora out")
     for axis in ("tp", "pp"):
         if getattr(parallel, axis) != 1:
             what = "adapters are not divided over layers or within them"
@@ -365,25 +355,13 @@ def _order_fits(config: RunConfig) -> Iterator[Problem]:
 
 
 def _precision_fits(config: RunConfig) -> Iterator[Problem]:
-    precision, runtime, scale = config.precision, config.runtime, config.precision.loss_scale
+    precision, scale = config.precision, config.precision.loss_scale
     if scale is not None and precision.compute != "fp16":
         why = f"with compute = {precision.compute!r}"
         yield no_effect("precision.loss_scale", why, 'only "fp16" needs a loss scale')
     if scale is not None and scale.minimum > scale.initial:
         what = f"{scale.minimum} is above the initial scale {scale.initial}"
         yield Problem(what, "precision.loss_scale.minimum")
-    if not precision.fp8:
-        return
-    if precision.compute not in ("bf16", "auto"):
-        what = f"needs compute = 'bf16', not {precision.compute!r}"
-        remedy = 'set precision.compute = "bf16", or leave fp8 out'
-        yield Problem(what, "precision.fp8", remedy)
-    if runtime.device in ("cpu", "mps", "xla"):
-        what = f"needs an NVIDIA GPU, and runtime.device is {runtime.device!r}"
-        yield Problem(what, "precision.fp8", "leave it out, or train on a GPU")
-    elif not runtime.kernels:
-        what = "needs a kernel, and runtime.kernels is false"
-        yield Problem(what, "precision.fp8", "leave one of the two out")
 
 
 def _schedule_fits(config: RunConfig) -> Iterator[Problem]:

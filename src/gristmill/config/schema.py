@@ -120,6 +120,9 @@ class LossScaleConfig(Settings):
     """Overflows that are tolerated before the scale is halved; refilled when it is doubled."""
 
 
+Fp8Part = Literal["head", "mlp", "attention"]
+
+
 class PrecisionConfig(Settings):
     """Number formats."""
 
@@ -131,18 +134,25 @@ class PrecisionConfig(Settings):
     still accumulated over micro-batches in fp32. Only with several processes."""
     tf32: bool = True
     """Let matrix products in fp32 on NVIDIA GPUs use TF32: faster, about three digits."""
-    fp8: Annotated[tuple[Literal["head"], ...], Field(strict=False)] = ()
+    fp8: Annotated[tuple[Fp8Part, ...], Field(strict=False)] = ()
     """Parts of the model that train with matrix products in fp8; only where compute is bf16, on
-    NVIDIA GPUs since Ada and Hopper. "head" is the last layer with its loss: faster if the model is
-    small for its vocabulary. Its inputs then have 4 significant bits and its logits' gradients 3,
-    so the training loss and all gradients are a little noisy; validation stays in bf16."""
+    NVIDIA GPUs since Ada and Hopper. "mlp" and "attention" are the linear layers of all blocks:
+    faster from a width of about 1024 on, and not used in narrower models. "head" is the last layer
+    with its loss: faster if the model is small for its vocabulary. Inputs then have 4 significant
+    bits and gradients 3, so the training loss and all gradients are a little noisy; validation
+    stays in bf16. On the CPU, which is slow at this, there are "mlp" and "attention" for tests."""
     loss_scale: LossScaleConfig | None = None
     """Rules of the loss scale; only with compute = "fp16"."""
 
     @property
     def described(self) -> str:
         """The formats in words, such as "bf16, head in fp8"."""
-        return self.compute + "".join(f", {part} in fp8" for part in self.fp8)
+        return self.compute + (f", {' and '.join(self.fp8)} in fp8" if self.fp8 else "")
+
+    @property
+    def fp8_of_blocks(self) -> tuple[str, ...]:
+        """The parts of blocks that are in fp8."""
+        return tuple(part for part in self.fp8 if part != "head")
 
 
 class RuntimeConfig(Settings):

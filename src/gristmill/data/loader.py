@@ -63,6 +63,15 @@ class Batch:
     def tokens(self) -> int:
         return self.tokens_BT.numel()
 
+    def sample(self, number: int) -> Batch:
+        """A batch of one of the samples. What counts over all of them is left as it is."""
+        of_samples: dict[str, Any] = {
+            name: value[number : number + 1]
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor) and name != "source_tokens_K"
+        }
+        return replace(self, **of_samples)
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; returns before the copy is done if the memory is pinned."""
         moved: dict[str, Any] = {

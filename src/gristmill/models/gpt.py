@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -54,6 +54,9 @@ from gristmill.models.spec import (
     seeded_generator,
 )
 from gristmill.plan.arithmetic import TokenCost, token_cost
+
+FP8_LAYERS = {"attention": ("attention.qkv", "attention.out"), "mlp": ("mlp.up", "mlp.down")}
+"""By what run files call the parts of a block."""
 
 
 class GPT(CausalLM):
@@ -127,6 +130,12 @@ class GPT(CausalLM):
 
     def block_names(self) -> Sequence[str]:
         return [f"blocks.{layer}" for layer in self.layers]
+
+    def fp8_layers(self, parts: Iterable[str]) -> dict[str, Linear]:
+        """The linear layers of blocks to compute in fp8, by name."""
+        inside = [name for part in parts for name in FP8_LAYERS[part]]
+        names = [f"{block}.{name}" for block in self.block_names() for name in inside]
+        return {name: cast(Linear, self.get_submodule(name)) for name in names}
 
     def recompute_blocks(self, recompute: Recompute) -> None:
         """Selective recomputation saves matmuls and recomputes activations, so it turns off the

@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
+from gristmill.models.fp8 import FUSED, fp8_linear, fp8_mlp, note_operands
 from gristmill.models.products import (
     cast_linear,
     fused_mlp,
@@ -51,16 +52,35 @@ class BlockContext(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes in the dtype of its input."""
+    """A linear layer that computes in the dtype of its input, or in fp8 while it trains."""
+
+    fp8_scales: torch.Tensor | None
+    fp8_seen: torch.Tensor | None
+    fp8_measures = False
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.register_buffer("fp8_scales", None, persistent=False)
+        self.register_buffer("fp8_seen", None, persistent=False)
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.fp8_scales is not None and self.training and not self.fp8_measures
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x, None if self.bias is None else self.bias.to(x.dtype))
 
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight = self.weight
+        if self.in_fp8:
+            return fp8_linear(self, x, weight, bias)
         if x.is_cuda and weight.requires_grad and weight.dtype != x.dtype:
-            return cast_linear(x, weight, bias)
-        return functional.linear(x, weight.to(x.dtype), bias)
+            y = cast_linear(x, weight, bias)
+        else:
+            y = functional.linear(x, weight.to(x.dtype), bias)
+        if self.fp8_measures:
+            note_operands(self, x, weight, y)
+        return y
 
 
 class RowParallelLinear(Linear):
@@ -246,6 +266,7 @@ class Attention(nn.Module):
         # The backward pass of a norm or rotation writes its gradient where it belongs.
         plain = self.query_norm is None and context.rotary is None
         worth = worth_fusing_qkv(x_BTD, outputs=layer.out_features)
+        plain = plain and layer.fp8_scales is None
         if context.kernels.products and equal and plain and worth and _fusible(layer):
             bias = None if layer.bias is None else layer.bias.to(x_BTD.dtype)
             parts = project_qkv(x_BTD.flatten(0, 1), layer.weight, bias)
@@ -307,15 +328,18 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(self.inner, config.width, bias=config.bias)
 
     def forward(self, x_BTD: torch.Tensor, context: BlockContext) -> torch.Tensor:
-        x_BTD = context.comm.copy_to(x_BTD)
+        x_BTD, up, down = context.comm.copy_to(x_BTD), self.up, self.down
+        may_fuse = self.may_fuse and _fusible(up, down)
+        bias = None if up.bias is None else up.bias.to(x_BTD.dtype)
+        if up.in_fp8 and may_fuse and self.activation in FUSED:
+            layers = (up, up.weight, bias), (down, down.weight)
+            return down.reduce(fp8_mlp(x_BTD, *layers, self.activation), context.comm)
+        plain = up.fp8_scales is None
         worth = worth_fusing_mlp(x_BTD, inner=self.inner, activation=self.activation)
-        may_fuse = self.may_fuse and _fusible(self.up, self.down)
-        if context.kernels.products and may_fuse and worth:
-            dtype = x_BTD.dtype
-            bias = None if self.up.bias is None else self.up.bias.to(dtype)
-            weights = self.up.weight, bias, self.down.weight
+        if context.kernels.products and may_fuse and worth and plain:
+            weights = up.weight, bias, down.weight
             y_BTD = fused_mlp(x_BTD.flatten(0, 1), *weights, self.activation).view_as(x_BTD)
-            return self.down.reduce(y_BTD, context.comm)
+            return down.reduce(y_BTD, context.comm)
         return self.down(activated(self.up(x_BTD), self.activation), context.comm)
 
 

@@ -29,6 +29,7 @@ from torch import nn
 
 from gristmill.config.lora import LinearShape
 from gristmill.config.model import ModelConfig, Role
+from gristmill.models.fp8 import Fp8Layer
 from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
 from gristmill.models.recompute import Recompute
 from gristmill.plan.arithmetic import TokenCost
@@ -417,6 +418,11 @@ class CausalLM(nn.Module):
                 shape[splits[name].dim] = sum(splits[name].parts)
             shapes[name] = tuple(shape)
         return shapes
+
+    def fp8_layers(self, parts: Iterable[str]) -> Mapping[str, Fp8Layer]:
+        """The layers of blocks that compute in fp8 if these parts of blocks do, by name; of a model
+        with Ability.FP8."""
+        raise NotImplementedError
 
     def partial_gradients(self) -> list[str]:
         """Replicated parameters whose gradients must be summed over tp."""

@@ -25,7 +25,7 @@ from gristmill.base.units import format_bytes
 from gristmill.config.layouts import layout_problems, xla_fits
 from gristmill.config.model import Ability
 from gristmill.config.parallel import SEVERAL, Mesh, build_mesh
-from gristmill.config.resolve import divisors, portions, with_compute
+from gristmill.config.resolve import divisors, portions, with_formats
 from gristmill.config.schema import RunConfig
 from gristmill.plan.hardware import Hardware
 from gristmill.plan.memory import MemoryPlan, plan_memory
@@ -157,7 +157,11 @@ def with_batch(config: RunConfig, gpus: int) -> RunConfig:
 def on_device(config: RunConfig, hardware: Hardware) -> RunConfig:
     """The settings on a kind of device; refuses what cannot run there."""
     runtime = config.runtime.model_copy(update={"device": hardware.device})
-    made = with_compute(config.model_copy(update={"runtime": runtime}), has_bf16=hardware.has_bf16)
+    made = with_formats(
+        config.model_copy(update={"runtime": runtime}),
+        has_bf16=hardware.has_bf16,
+        on_gpu=hardware.device == "cuda",
+    )
     if problems := list(xla_fits(made)):
         raise UserError(problems[0].what, where=f"--gpu {hardware.name}", remedy=problems[0].remedy)
     return made

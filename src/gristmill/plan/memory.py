@@ -35,7 +35,7 @@ from gristmill.base.errors import Problem
 from gristmill.config.model import GPTConfig, Role
 from gristmill.config.optim import KfacConfig, MuonConfig, OptimizerConfig, SoapConfig
 from gristmill.config.parallel import SEVERAL, Mesh
-from gristmill.config.resolve import padded, portions, with_compute
+from gristmill.config.resolve import padded, portions, with_formats
 from gristmill.config.schema import RunConfig
 from gristmill.plan.activations import Computing, Mode, block_bytes
 from gristmill.plan.arithmetic import exchange_copies
@@ -105,7 +105,7 @@ def plan_memory(
     asked = config.runtime.device
     kind = device or ("cuda" if asked == "auto" else asked)
     on_gpu = kind not in ("cpu", "mps")
-    config = with_compute(config, has_bf16=on_gpu)
+    config = with_formats(config, has_bf16=on_gpu, on_gpu=on_gpu)
     step = _Step(
         config,
         mesh,

@@ -112,10 +112,11 @@ class Precision:
         )
 
     def kernels(self, *, wanted: bool) -> Kernels:
-        """The kernels of a run on its device. fp8 has no fallback, so without its kernel the run is
-        refused."""
+        """The kernels of a run on its device. fp8 has no fallback, so without its kernels the run
+        is refused; but on the CPU torch computes blocks in fp8 itself."""
         usable = Kernels.on(self.device.torch_device) if wanted else Kernels()
-        if self.config.fp8 and not usable.head_fp8:
+        needed = "head" in self.config.fp8 or self.device.kind != "cpu"
+        if self.config.fp8 and needed and not usable.head_fp8:
             raise UserError(
                 f"fp8 is not available: {self._fp8_obstacle(wanted)}",
                 where="precision.fp8",

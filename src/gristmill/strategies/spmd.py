@@ -31,6 +31,7 @@ from gristmill.data.loader import Batch
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.device import Device
 from gristmill.distributed.world import World
+from gristmill.models.fp8 import Fp8Scales
 from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms, training_terms
 from gristmill.models.spec import CausalLM, Loss, StagedModel
 from gristmill.optim.spec import Optimizer
@@ -190,6 +191,7 @@ class Spmd:
         worker: int = 0,
         ahead: CompileAhead | None = None,
         cuda_graphs: bool = False,
+        fp8: Fp8Scales | None = None,
     ) -> None:
         self.model, self.optimizer, self.sync = model, optimizer, sync
         self.parameters = parameters if offload is None else offload.parameters
@@ -197,7 +199,7 @@ class Spmd:
         self.micro_batches, self.loss_scale, self.offload = micro_batches, loss_scale, offload
         self.preconditioner = preconditioner
         self.world, self.control = world, control
-        self._ahead, self._cuda_graphs = ahead, cuda_graphs
+        self._ahead, self._cuda_graphs, self._fp8 = ahead, cuda_graphs, fp8
         self.train, self.worker = config.train, worker
         # The second target of a shard's last token would be on another process.
         self._everyone = world.groups.along(*world.mesh.sizes)
@@ -259,6 +261,8 @@ class Spmd:
         known = batches[0].source_tokens_K
         terms = terms._replace(sources=0 if known is None else len(known))
         local = [self._on_device(batch) for batch in batches]
+        if self._fp8 is not None and self._fp8.cold:
+            self._measure_scales(self._fp8, local[0], terms)
         total = self.micro_batches.forward_backward(local, terms, done)
         self._by_source = None
         if terms.sources:
@@ -292,6 +296,8 @@ class Spmd:
         else:
             self.optimizer.step(divisor=decision.divisor, skip=decision.skip)
         self.sync.clear()
+        if self._fp8 is not None:
+            self._fp8.follow(self._largest_of_all, skip=decision.skip)
         if self.loss_scale is not None:
             self.loss_scale.update(decision.overflow)
         return dataclasses.replace(
@@ -306,6 +312,20 @@ class Spmd:
             computed=None if timer is None else timer.computed,
             synced=None if timer is None else timer.synced,
         )
+
+    def _measure_scales(self, fp8: Fp8Scales, batch: Batch, terms: LossTerms) -> None:
+        """The scales of the first step, from the sample of each process in which most counts."""
+        weights_BT = batch.loss_weights_BT
+        chosen = 0 if weights_BT is None else int(weights_BT.sum(1).argmax())
+        with fp8.measuring():
+            self.micro_batches.forward_backward([batch.sample(chosen)], terms)
+        self.sync.finish()
+        self.sync.clear()
+        fp8.follow(self._largest_of_all)
+
+    def _largest_of_all(self, numbers: torch.Tensor) -> None:
+        if self._everyone is not None:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._everyone)
 
     def _precondition(
         self, preconditioner: Preconditioner, result: StepResult, decision: Decision
@@ -349,11 +369,14 @@ class Spmd:
         return gather_model(self.model, self.sync.parameters, self.world, self.control)
 
     def state(self) -> dict[str, Any]:
-        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+        parts = {"loss_scale": self.loss_scale, "fp8": self._fp8}
+        return {name: part.state() for name, part in parts.items() if part is not None}
 
     def load(self, state: dict[str, Any]) -> None:
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load(state["loss_scale"])
+        if self._fp8 is not None and "fp8" in state:
+            self._fp8.load(state["fp8"])
         self.weights_changed()
 
     def published_weights(self) -> contextlib.AbstractContextManager[None]:

@@ -51,10 +51,8 @@ def announce(run: BuiltRun, tracker: Tracker, resumed: Resumed) -> None:
     elif run.config.model.initial_weights is not None:
         tracker.say(f"starting from the weights in {run.config.model.initial_weights}")
     mixture, mixture_warnings = mixture_notes(run)
-    for note in (*run.data.notes, *mixture):
+    for note in (*run.data.notes, *mixture, *run.changes):
         tracker.say(note)
-    if run.fit_note is not None:
-        tracker.say(run.fit_note)
     if (expected := run.expected) is not None:
         left = resolved.samples_at_end(state.progress) - state.progress.samples
         tracker.say(f"planned: {expected.described(tokens=max(0, left) * resolved.sequence)}")

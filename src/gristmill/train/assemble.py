@@ -54,7 +54,7 @@ from gristmill.track.account import WallAccount
 from gristmill.track.folder import RunFolder
 from gristmill.train.build import build_strategy, open_run_world
 from gristmill.train.compare import CompareReplicas
-from gristmill.train.defaults import decided
+from gristmill.train.defaults import changes, decided
 from gristmill.train.health import RunHealth
 from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage
 from gristmill.train.memory import explainer, fitted, note_of
@@ -83,8 +83,8 @@ class BuiltRun:
     """The whole model on the meta device."""
     notes: tuple[str, ...] = ()
     """What the user should know about the weights that the run starts from."""
-    fit_note: str | None = None
-    """What was changed so that the run fits into memory."""
+    changes: tuple[str, ...] = ()
+    """What was changed because of the device."""
     chat: ChatEncoder | None = None
     """How conversations become ids; None for a run on token files."""
 
@@ -156,14 +156,14 @@ def assemble(
     micro-batch and recomputation may be changed so that the run fits into memory."""
     world = world or open_run_world(config)
     control = control or ControlGroup()
-    config = decided(config, folder, world, control)
+    asked, config = config, decided(config, folder, world, control)
     chat = open_chat(config) if config.data.kind == "chat" else None
     data, tokenizer = open_run_data(config, folder, chat, shows=saves and control.is_rank0)
     resolved = resolve(config, vocab=tokenizer.size, mesh=world.layout)
     chosen = fitted(config, resolved, world, control, fit=fit)
-    fit_note = None
+    changed = changes(asked, config)
     if chosen is not None:
-        fit_note = note_of(chosen, config)
+        changed.append(note_of(chosen, config))
         config = chosen.config
         resolved = resolve(config, vocab=tokenizer.size, mesh=world.layout)
     identity = _identity(config, resolved, data, tokenizer, chat)
@@ -221,7 +221,7 @@ def assemble(
     return BuiltRun(
         *(config, resolved, folder, data, tokenizer, world, state, strategy, control, meta_model),
         notes=started.notes,
-        fit_note=fit_note,
+        changes=tuple(changed),
         chat=chat,
     )
 

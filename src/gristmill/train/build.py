@@ -27,12 +27,13 @@ from gristmill.base.process import ProcessInfo
 from gristmill.config.model import Role
 from gristmill.config.optim import KfacConfig
 from gristmill.config.parallel import ROW_AXES, Mesh, ParallelConfig
-from gristmill.config.resolve import Resolved, with_compute
+from gristmill.config.resolve import Resolved, with_formats
 from gristmill.config.rules import check_mesh
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.world import World, close_world, open_world
 from gristmill.models.build import build_meta_model, initialise, materialise
+from gristmill.models.fp8 import Fp8Scales
 from gristmill.models.lora import keep_frozen_in
 from gristmill.models.recompute import Recompute
 from gristmill.models.spec import CausalLM, Execution, ShardComm
@@ -127,7 +128,9 @@ def build_strategy(
     learning rate over the run is available. `workers`: those that take part in a decentralized run,
     if not all of them."""
     control = control or ControlGroup()
-    config = with_compute(config, has_bf16=world.device.has_bf16)
+    config = with_formats(
+        config, has_bf16=world.device.has_bf16, on_gpu=world.device.kind == "cuda"
+    )
     if world.device.kind == "xla":
         from gristmill.strategies.xla.strategy import build_xla
 
@@ -181,6 +184,7 @@ def _build_spmd(
         graphs=graphs,
         cuda_graphs=cuda_graphs,
     )
+    fp8 = blocks_in_fp8(config, model)
     parameters = shard_parameters(model, world.mesh, world.rank)
     sync = _gradient_sync(model, parameters, world, config=config.parallel, reduce=precision.reduce)
     in_one_graph = compiled(model, cuda_graphs=cuda_graphs) if graphs == "whole" else None
@@ -226,6 +230,7 @@ def _build_spmd(
         worker=worker,
         ahead=ahead,
         cuda_graphs=cuda_graphs,
+        fp8=fp8,
     )
 
 
@@ -259,7 +264,9 @@ def place_model(
     cuda_graphs: bool = False,
 ) -> tuple[CausalLM, list[StageModule]]:
     """This process's shard of the model, with initial weights, and its pipeline stages, if any."""
-    config = with_compute(config, has_bf16=world.device.has_bf16)
+    config = with_formats(
+        config, has_bf16=world.device.has_bf16, on_gpu=world.device.kind == "cuda"
+    )
     precision = precision or Precision(config.precision, world.device)
     device, seed = world.device.torch_device, config.train.seed
     layers = len(build_meta_model(config.model, vocab=vocab).block_names())
@@ -303,6 +310,12 @@ def place_model(
             # Gradients of embedding and head sum over many tokens, so both stay in fp32.
             fsdp(root, compute=torch.float32)
     return model, stages
+
+
+def blocks_in_fp8(config: RunConfig, model: CausalLM) -> Fp8Scales | None:
+    """Let the parts of blocks that the settings name compute in fp8, with these scales."""
+    parts = config.precision.fp8_of_blocks
+    return Fp8Scales(model.fp8_layers(parts), model.device) if parts else None
 
 
 def _sharding(config: RunConfig, world: World, precision: Precision) -> Callable[..., None] | None:

@@ -25,7 +25,7 @@ from gristmill.strategies.compiling import (
     CompileTask,
     start_compile_workers,
 )
-from gristmill.train.build import place_model
+from gristmill.train.build import blocks_in_fp8, place_model
 
 
 def main() -> None:
@@ -55,6 +55,7 @@ def compile_part(task: CompileTask, world: World) -> None:
     model, _ = place_model(
         task.config, vocab=task.vocab, world=world, graphs=graphs, cuda_graphs=task.cuda_graphs
     )
+    blocks_in_fp8(task.config, model)
     model.train()
     parameters = {model.canonical_name(name): p for name, p in model.named_parameters()}
     if task.part == UPDATE:

@@ -12,7 +12,13 @@ import tomllib
 from typing import Any
 
 from gristmill.config.parallel import Mesh
-from gristmill.config.resolve import Portions, leaves_micro_batch, portions, with_compute
+from gristmill.config.resolve import (
+    FP8_NARROWEST,
+    Portions,
+    leaves_micro_batch,
+    portions,
+    with_formats,
+)
 from gristmill.config.schema import RunConfig, TrainConfig
 from gristmill.distributed.control import ControlGroup
 from gristmill.distributed.world import World
@@ -24,7 +30,19 @@ def decided(config: RunConfig, folder: RunFolder, world: World, control: Control
     on memory. All processes decide alike."""
     kept = control.on_rank0(lambda: _kept(folder))
     config = _with_kept(config, kept, world.layout)
-    return with_compute(config, has_bf16=all(control.all_gather(world.device.has_bf16)))
+    has_bf16 = all(control.all_gather(world.device.has_bf16))
+    return with_formats(config, has_bf16=has_bf16, on_gpu=world.device.kind == "cuda")
+
+
+def changes(asked: RunConfig, config: RunConfig) -> list[str]:
+    """What the run does otherwise than its run file says, in words."""
+    dropped = [part for part in asked.precision.fp8 if part not in config.precision.fp8]
+    if not dropped:
+        return []
+    return [
+        f"{' and '.join(dropped)} stay in bf16: in models narrower than {FP8_NARROWEST} casts to "
+        "fp8 take longer than its products save"
+    ]
 
 
 def as_it_began(config: RunConfig, folder: RunFolder, mesh: Mesh) -> RunConfig:

@@ -16,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gristmill.models.fp8 import CAST_ROWS
+from gristmill.models.kernels.products import gelu, gelu_tanh
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """Dimensions of an fp8 product must be multiples of this."""
@@ -75,3 +78,114 @@ def _quantise(x, scale, values, count, NATIVE: tl.constexpr, BLOCK: tl.constexpr
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * (1.0 / tl.load(scale))
     value = fitted(value, "e4m3", NATIVE).to(values.dtype.element_ty)
     tl.store(values + at, value, mask=inside)
+
+
+# ------------------------------------------------------------------ operands of blocks
+#
+# With a scale that is known, one kernel reads a matrix once, applies an activation or its slope,
+# notes the largest number, and writes the matrix in fp8 as it is and transposed: of a gradient also
+# the sums of its columns over the rows of a program, which are added up elsewhere, in a fixed
+# order.
+
+CAST_COLUMNS, CAST_WARPS = 128, 8
+
+
+def cast(
+    x_RC: torch.Tensor,
+    h_RC: torch.Tensor | None,
+    scales: torch.Tensor,
+    seen: torch.Tensor,
+    operand: int,
+    activation: str,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `models/fp8.py` says of `fp8_cast`."""
+    assert x_RC.is_contiguous() and (h_RC is None or h_RC.is_contiguous()), "rows are contiguous"
+    rows, columns = x_RC.shape
+    grid = (triton.cdiv(rows, CAST_ROWS), triton.cdiv(columns, CAST_COLUMNS))
+    direct_RC = x_RC.new_empty((rows, columns), dtype=dtype)
+    turned_CR = x_RC.new_empty((columns, rows), dtype=dtype)
+    gradient = dtype == E5M2
+    sums = x_RC.new_empty((grid[0], columns) if gradient else (0,), dtype=torch.float32)
+    _cast[grid](
+        x_RC,
+        x_RC if h_RC is None else h_RC,
+        scales[operand],
+        seen[operand:],
+        direct_RC,
+        turned_CR,
+        sums,
+        rows,
+        columns,
+        ACTIVATION=activation,
+        SLOPE=h_RC is not None,
+        GRADIENT=gradient,
+        NATIVE=x_RC.is_cuda,
+        TILE_R=CAST_ROWS,
+        TILE_C=CAST_COLUMNS,
+        num_warps=CAST_WARPS,
+    )
+    return direct_RC, turned_CR, sums
+
+
+@triton.jit
+def _activated(h, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
+    """An activation and its slope."""
+    if ACTIVATION == "gelu":
+        value, slope = gelu(h, NATIVE)
+    elif ACTIVATION == "gelu_tanh":
+        value, slope = gelu_tanh(h, NATIVE)
+    else:
+        value = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if ACTIVATION == "relu2":
+            slope = 2.0 * value
+            value = value * value
+        else:
+            slope = (h > 0).to(tl.float32)
+    return value, slope
+
+
+@triton.jit
+def _cast(
+    x,
+    h,
+    scale,
+    seen,
+    direct,
+    turned,
+    sums,
+    rows,
+    columns,
+    ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):
+    FORMAT: tl.constexpr = "e5m2" if GRADIENT else "e4m3"
+    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.program_id(1).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)
+    at = row[:, None] * columns + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if SLOPE:
+        _, slope = _activated(
+            tl.load(h + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION, NATIVE
+        )
+        value = value * slope
+    elif ACTIVATION != "":
+        value, _ = _activated(value, ACTIVATION, NATIVE)
+    tl.atomic_max(seen, tl.max(tl.abs(value)), sem="relaxed")
+    if GRADIENT:
+        here = sums + tl.program_id(0) * columns + column
+        tl.store(here, tl.sum(value, 0), mask=column < columns)
+    value = value * (1.0 / tl.load(scale))
+    # Infinity minus itself is not a number, and stays it in fp8.
+    value = fitted(value, FORMAT, NATIVE) + (value - value)
+    tl.store(direct + at, value.to(direct.dtype.element_ty), mask=inside)
+    # Cast anew: where one conversion to e4m3 is both stored and moved between threads, ptxas 12.8
+    # lets the latter read it too early. No compiler may leave out adding 0, because of -0.
+    again = tl.trans((value + 0.0).to(turned.dtype.element_ty))
+    across = column[:, None] * rows + row[None, :]
+    tl.store(turned + across, again, mask=(column < columns)[:, None] & (row < rows)[None, :])

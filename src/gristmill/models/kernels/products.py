@@ -148,7 +148,7 @@ def _launch(
 
 
 @triton.jit
-def _gelu(h, NATIVE: tl.constexpr):
+def gelu(h, NATIVE: tl.constexpr):
     """GELU and its derivative: h P and P + h p, with the normal distribution P and its density p.
     Both come from those of -|h|, in few instructions: they decide how fast the kernel is."""
     size, scaled = tl.abs(h), 0.8493218002880191 * h
@@ -163,7 +163,7 @@ def _gelu(h, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _gelu_tanh(h, NATIVE: tl.constexpr):
+def gelu_tanh(h, NATIVE: tl.constexpr):
     """The approximation of GELU with tanh, and its derivative."""
     square = h * h
     t = tanh(0.7978845608028654 * h * (1.0 + 0.044715 * square), NATIVE)
@@ -203,9 +203,9 @@ def _finish(
             result = positive * positive
         else:
             if ACTIVATION == "gelu":
-                result, slope = _gelu(sums, NATIVE)
+                result, slope = gelu(sums, NATIVE)
             else:
-                result, slope = _gelu_tanh(sums, NATIVE)
+                result, slope = gelu_tanh(sums, NATIVE)
             kept.store([row, column], slope.to(dtype))
     out.store([row, column], result.to(dtype))
 

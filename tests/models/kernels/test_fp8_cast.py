@@ -1,0 +1,88 @@
+"""The kernel that casts operands of blocks, against plain torch; in Triton's interpreter where
+there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gristmill.models.fp8 import ALIGNED, CAST_ROWS, FORMATS, FUSED, GRADIENT, X, fp8_cast
+from gristmill.models.kernels.fp8 import cast
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(CAST_ROWS, 128), (2 * CAST_ROWS + 16, 208), (16, 48)]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    wide = torch.logspace(-7, 0.3, shape[-1])  # down to what rounds to zero
+    half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    return (numbers * wide).to(half)
+
+
+def both(
+    x: torch.Tensor, h: torch.Tensor | None, operand: int, activation: str
+) -> list[list[torch.Tensor]]:
+    """What the kernel and plain torch make of it; the last is what they have seen."""
+    scales = torch.tensor([2.0**-7, 2.0**-6, 2.0**-13])[:, None].expand(-1, ALIGNED).contiguous()
+    settings = (operand, activation)
+    seen = torch.zeros(3)
+    plain = [*fp8_cast(x, h, scales, seen, *settings), seen]
+    there = [one if one is None else one.to(DEVICE) for one in (x, h, scales)]
+    seen = torch.zeros(3, device=DEVICE)
+    found = cast(*there, seen, *settings, FORMATS[operand == GRADIENT])  # type: ignore[arg-type]
+    return [plain, [one.cpu() for one in (*found, seen)]]
+
+
+def compare(plain: list[torch.Tensor], found: list[torch.Tensor], *, exact: bool) -> None:
+    direct, turned, sums, seen = found
+    assert torch.equal(direct.T.view(torch.uint8), turned.view(torch.uint8))
+    assert direct.dtype == plain[0].dtype
+    differing = (direct.float() != plain[0].float()).float().mean().item()
+    assert differing <= (0.0 if exact else 2e-3)
+    torch.testing.assert_close(direct.float(), plain[0].float(), rtol=0.26, atol=2.0**-8)
+    torch.testing.assert_close(seen, plain[3], rtol=0 if exact else 1e-4, atol=0)
+    if sums.numel():
+        torch.testing.assert_close(sums.sum(0), plain[2].sum(0), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("operand", [X, GRADIENT])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_are_rounded_and_transposed(shape: tuple[int, int], operand: int) -> None:
+    compare(*both(random(*shape), None, operand, ""), exact=True)
+
+
+@pytest.mark.parametrize("activation", FUSED)
+def test_activations(activation: str) -> None:
+    x = random(*SHAPES[1])
+    compare(*both(x, None, X, activation), exact=activation.startswith("relu"))
+
+
+@pytest.mark.parametrize("activation", FUSED)
+def test_slopes_of_activations(activation: str) -> None:
+    d, h = random(*SHAPES[1]), random(*SHAPES[1], seed=1).flip(1).contiguous()
+    compare(*both(d, h, GRADIENT, activation), exact=activation.startswith("relu"))
+
+
+@pytest.mark.parametrize("operand", [X, GRADIENT])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_becomes_not_a_number(value: float, operand: int) -> None:
+    x = random(32, 48)
+    x[3, 5] = value
+    found = both(x, None, operand, "")
+    # Triton's interpreter makes numbers of what is none.
+    for direct, turned, *_ in found if DEVICE == "cuda" else found[:1]:
+        assert direct.float().isnan().nonzero().tolist() == [[3, 5]]
+        assert turned.float().isnan().nonzero().tolist() == [[5, 3]]
+
+
+def test_what_was_seen_is_only_raised() -> None:
+    x = random(32, 48).to(DEVICE)
+    scales, seen = torch.ones(3, ALIGNED, device=DEVICE), torch.full((3,), 100.0, device=DEVICE)
+    cast(x, None, scales, seen, X, "", FORMATS[False])
+    assert seen.tolist() == [100.0, 100.0, 100.0]
+    cast(1000 * x, None, scales, seen, X, "", FORMATS[False])
+    assert seen[0] > 100
+    assert seen[1:].tolist() == [100.0, 100.0]
