@@ -199,7 +199,7 @@ def _published(row: dict[str, str]) -> Row | None:
         "not": "none",
         "selective": {"SP": "attention", "TT": "products"}.get(kind, "selective"),
     }.get(recompute, recompute)
-    precision = "fp8" if "8" in row["precision"].replace("bf16", "") else "bf16"
+    in_fp8 = "8" in row["precision"].replace("bf16", "")
     work = Work(
         shape,
         int(row["seq"]),
@@ -209,8 +209,8 @@ def _published(row: dict[str, str]) -> Row | None:
         recompute,
         stages,
         "weights" if sharding == "fsdp grad_op" else "nothing",
-        precision,
-        program,
+        fp8=frozenset(("attention", "mlp") if in_fp8 else ()),
+        program=program,
     )
     gpu, link = _GPUS[row["gpu"]]
     seconds = _seconds(row, work, mesh.processes)

@@ -316,6 +316,36 @@ ADDED = {
         "run.toml:12: precision.fp8: needs an NVIDIA GPU, and runtime.device is 'cpu'\n"
         "    leave it out, or train on a GPU",
     ),
+    "blocks in fp8 on another device": (
+        '[precision]\nfp8 = ["mlp"]\n[runtime]\ndevice = "mps"',
+        "run.toml:11: precision.fp8: needs an NVIDIA GPU, and runtime.device is 'mps'\n"
+        "    leave it out, or train on a GPU",
+    ),
+    "blocks in fp8 with short sequences": (
+        '[model]\ncontext = 24\n[precision]\nfp8 = ["mlp"]',
+        "data.sequence: 24 is not a multiple of 16, which products in fp8 need\n"
+        "    change it, or leave precision.fp8 out",
+    ),
+    "blocks in fp8 with an inner width that is no multiple": (
+        '[model]\nmlp_width = 200\n[precision]\nfp8 = ["mlp", "attention"]',
+        "run.toml:11: model.mlp_width: 200 is not a multiple of 16, which products in fp8 need\n"
+        "    change it, or leave precision.fp8 out",
+    ),
+    "blocks in fp8 in stages": (
+        '[precision]\nfp8 = ["mlp"]\n[parallel]\npp = 2',
+        "run.toml:11: precision.fp8: the scales of blocks in fp8 are not measured in pipeline "
+        "stages\n    leave it out, or set parallel.pp = 1",
+    ),
+    "blocks in fp8 of workers": (
+        '[precision]\nfp8 = ["head", "mlp"]\n[parallel]\ngossip.topology = "ring"',
+        "run.toml:11: precision.fp8: each worker would have its own scales of blocks in fp8\n"
+        '    leave "mlp" and "attention" out',
+    ),
+    "a head in fp8 that is divided": (
+        '[precision]\nfp8 = ["head"]\n[parallel]\ntp = 2',
+        "run.toml:11: precision.fp8: the head's products cannot be in fp8 when tp divides the "
+        'head\n    leave "head" out, or set parallel.tp = 1',
+    ),
     "fp8 without kernels": (
         '[precision]\ncompute = "bf16"\nfp8 = ["head"]\n[runtime]\nkernels = false',
         "run.toml:12: precision.fp8: needs a kernel, and runtime.kernels is false\n"
@@ -323,7 +353,8 @@ ADDED = {
     ),
     "fp8 in a part that has none": (
         '[precision]\ncompute = "bf16"\nfp8 = ["embedding"]',
-        "run.toml:12: precision.fp8.0: input should be 'head' (it is 'embedding')",
+        "run.toml:12: precision.fp8.0: input should be 'head', 'mlp' or 'attention' (it is "
+        "'embedding')",
     ),
     "fp8 as a word": (
         '[precision]\ncompute = "bf16"\nfp8 = "head"',

@@ -54,10 +54,17 @@ def test_a_beginning_of_a_name() -> None:
 
 
 def test_a_refused_option_says_what_to_do_instead() -> None:
-    shown = refusal("--num-experts", "8", "--moe-router-topk", "2", "--fp8-format", "hybrid")
+    shown = refusal("--num-experts", "8", "--moe-router-topk", "2", "--fp8-format", "e4m3")
     assert "--num-experts 8: mixtures of experts are not trained here\n    leave it out" in shown
-    assert 'set precision.fp8 = ["head"]' in shown
+    assert "--fp8-format e4m3: gradients are in e5m2 here, and everything else in e4m3" in shown
     assert "--moe-router-topk" not in shown
+
+
+def test_fp8_is_that_of_blocks() -> None:
+    assert settings(megatron("--bf16", "--fp8-format", "hybrid", "--fp8-margin", "0"))[
+        "precision.fp8"
+    ] == ["mlp", "attention"]
+    assert "add --bf16" in refusal("--fp8-format", "hybrid")
 
 
 def test_families_are_ignored_with_a_reason() -> None:

@@ -56,10 +56,13 @@ def measure(scales: Fp8Scales, run: Callable[[], torch.Tensor]) -> None:
     scales._write()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_and_its_gradients(bias: bool) -> None:
+def test_a_layer_and_its_gradients(bias: bool, dtype: torch.dtype) -> None:
+    """A weight in the dtype of its input is cast again for the backward pass, others are kept."""
     layer, scales = linear(bias)
-    x, d = random(2, 16, 32, seed=3).requires_grad_(), random(2, 16, 48, seed=4)
+    x, d = (random(2, 16, size, seed=size).to(dtype) for size in (32, 48))
+    x.requires_grad_()
     measure(scales, lambda: (layer(x) * d).sum())
     x.grad, layer.weight.grad = None, None
     if bias:
@@ -67,12 +70,15 @@ def test_a_layer_and_its_gradients(bias: bool) -> None:
     y = layer(x)
     (y * d).sum().backward()
     x8, w8, d8 = rounded(x, E4M3), rounded(layer.weight, E4M3), rounded(d, E5M2)
-    torch.testing.assert_close(y, functional.linear(x8, w8, layer.bias), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(x.grad, d8 @ w8, rtol=1e-5, atol=1e-4)
+    rounds = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.1}
+    expected = functional.linear(x8, w8, layer.bias)
+    torch.testing.assert_close(y, expected.to(dtype), **rounds)
+    torch.testing.assert_close(x.grad, (d8 @ w8).to(dtype), **rounds)
     expected = d8.flatten(0, 1).T @ x8.flatten(0, 1)
     torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-5, atol=1e-3)
     if bias:
-        torch.testing.assert_close(layer.bias.grad, d.flatten(0, 1).sum(0))
+        sums = d.float().flatten(0, 1).sum(0)
+        torch.testing.assert_close(layer.bias.grad, sums.to(dtype).float(), rtol=1e-5, atol=1e-4)
 
 
 def mlp(activation: str) -> tuple[Block, Fp8Scales]:

@@ -21,7 +21,8 @@ def fp8_fits(config: RunConfig) -> Iterator[Problem]:
     if Ability.FP8 not in model.abilities:
         what = f"needs {Ability.FP8}, which {model.kind} models do not have"
         yield Problem(what, "precision.fp8", "leave it out")
-    if precision.compute not in ("bf16", "auto"):
+    on_cpu = runtime.device == "cpu"
+    if precision.compute not in ("bf16", "auto", *(("fp32",) if on_cpu else ())):
         what = f"needs compute = 'bf16', not {precision.compute!r}"
         remedy = 'set precision.compute = "bf16", or leave fp8 out'
         yield Problem(what, "precision.fp8", remedy)
@@ -29,7 +30,7 @@ def fp8_fits(config: RunConfig) -> Iterator[Problem]:
     if runtime.device in without:
         what = f"needs an NVIDIA GPU, and runtime.device is {runtime.device!r}"
         yield Problem(what, "precision.fp8", "leave it out, or train on a GPU")
-    elif not runtime.kernels and runtime.device != "cpu":
+    elif not runtime.kernels and not on_cpu:
         what = "needs a kernel, and runtime.kernels is false"
         yield Problem(what, "precision.fp8", "leave one of the two out")
     if model.adapters is not None:

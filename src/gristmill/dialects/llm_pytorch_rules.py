@@ -76,11 +76,12 @@ def llm_pytorch_precision(draft: TranslationDraft) -> None:
     """Number format, with torch's GradScaler for fp16."""
     kind = draft.get("--mixed_precision")
     if kind == "fp8":
-        what = "of fp8 there is the head here"
-        instead = 'give bf16, and add precision.fp8=["head"]'
-        draft.refuse(what, "--mixed_precision", instead)
+        draft.set_compute("bf16", "--mixed_precision")
+        draft.set("precision.fp8", ["mlp", "attention"], "--mixed_precision")
+        note = "linear layers of blocks are in fp8, by rules of our own; the head stays in bf16"
+        draft.change("--mixed_precision", note)
     elif kind not in ("no", "fp16", "bf16"):
-        draft.refuse("is no number format", "--mixed_precision", "one of no, fp16, bf16")
+        draft.refuse("is no number format", "--mixed_precision", "one of no, fp8, fp16, bf16")
     elif kind == "no":
         draft.set_compute("fp32", "--mixed_precision")
         draft.set("precision.tf32", False, "--mixed_precision")

@@ -211,6 +211,22 @@ def _stable_decay(draft: TranslationDraft, kind: str | None) -> None:
         draft.set("schedule.shape", shape, "--lr-wsd-decay-style")
 
 
+def megatron_fp8(draft: TranslationDraft) -> None:
+    """Products of blocks in fp8; Megatron keeps the head in half precision too."""
+    kind = draft.get("--fp8-format")
+    if kind is None:
+        return
+    if kind != "hybrid":
+        what = "gradients are in e5m2 here, and everything else in e4m3"
+        draft.refuse(what, "--fp8-format", "give hybrid")
+    elif not draft.given("--bf16"):
+        draft.refuse(
+            "activations are in bf16 where products are in fp8", "--fp8-format", "add --bf16"
+        )
+    else:
+        draft.set("precision.fp8", ["mlp", "attention"], "--fp8-format")
+
+
 def megatron_precision(draft: TranslationDraft) -> None:
     """Number format, and the loss scale of fp16."""
     name = draft.only_one("--fp16", "--bf16")
@@ -467,6 +483,7 @@ RULES = (
     megatron_batch,
     megatron_learning_rate,
     megatron_precision,
+    megatron_fp8,
     megatron_recompute,
     megatron_shape,
     megatron_positions,

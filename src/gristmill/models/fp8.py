@@ -11,7 +11,9 @@ becomes not a number, so that the step is skipped. Before the first step one sam
 without fp8, to have scales at all.
 
 The tensor cores sum along rows of both operands. Each operand is summed along both of its
-dimensions in the three products, so a cast writes it twice, once transposed.
+dimensions in the three products, so a cast writes it twice, once transposed. A weight that is
+sharded, and so is gathered anew for the backward pass, is cast anew there too: its copy in fp8
+would be as large as the model.
 
 Elsewhere torch computes the same products in fp32, which is slow and meant for tests.
 
@@ -34,6 +36,8 @@ FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}
 """By whether the operand is a gradient."""
 X, WEIGHT, GRADIENT = range(3)
 """The operands of a layer, in the order of its scales."""
+DIRECT, TURNED, BOTH = 1, 2, 3
+"""What a cast writes."""
 ALIGNED = 4
 """Numbers from one scale to the next: cuBLAS wants addresses that are multiples of 16."""
 DECAY = 0.95
@@ -157,12 +161,28 @@ def _note(seen: torch.Tensor, operand: int, values: torch.Tensor) -> None:
 
 
 def _cast(
-    x: torch.Tensor, layer: Sequence[torch.Tensor], operand: int, activation: str = ""
+    x: torch.Tensor, layer: Sequence[torch.Tensor], activation: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in fp8, and transposed. `layer`: scales, and what was seen."""
-    scales, seen = layer
-    direct, turned, _ = fp8_cast(x, None, scales, seen, operand, activation)
+    """What goes into a layer in fp8, and transposed. `layer`: scales, and what was seen."""
+    direct, turned, _ = fp8_cast(x, None, *layer, X, activation, BOTH)
     return direct, turned
+
+
+def _cast_weight(
+    weight: torch.Tensor, layer: Sequence[torch.Tensor], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight in fp8, and what to keep of it for a layer in a dtype."""
+    if weight.dtype == dtype:
+        return fp8_cast(weight, None, *layer, WEIGHT, "", DIRECT)[0], weight
+    direct, turned, _ = fp8_cast(weight, None, *layer, WEIGHT, "", BOTH)
+    return direct, turned
+
+
+def _turned(kept: torch.Tensor, layer: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A weight in fp8, transposed, from what was kept of it."""
+    if kept.dtype == FORMATS[False]:
+        return kept
+    return fp8_cast(kept, None, *layer, WEIGHT, "", TURNED)[1]
 
 
 def _cast_gradient(
@@ -170,8 +190,7 @@ def _cast_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A gradient in fp8, transposed, and the sums of its columns; times the slope at h of an
     activation, if there is one."""
-    scales, seen = layer
-    direct, turned, sums = fp8_cast(d.contiguous(), h, scales, seen, GRADIENT, name)
+    direct, turned, sums = fp8_cast(d.contiguous(), h, *layer, GRADIENT, name, BOTH)
     return direct, turned, sums.sum(0)
 
 
@@ -183,13 +202,18 @@ def fp8_cast(
     seen: torch.Tensor,
     operand: int,
     activation: str,
+    written: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A matrix in fp8, the same transposed, and for a gradient sums of its columns by groups of
-    rows. What is cast is x, its activation, or with `h` x times the activation's slope there."""
+    rows. What is cast is x, its activation, or with `h` x times the activation's slope there.
+    `written`: DIRECT, TURNED or BOTH; the other is empty."""
     if x.is_cuda:
         from gristmill.models.kernels.fp8 import cast
 
-        return cast(x, h, scales, seen, operand, activation, FORMATS[operand == GRADIENT])
+        found = results(x, operand, written, groups=-(-x.shape[0] // CAST_ROWS))
+        where = scales[operand], seen[operand:]
+        cast(x, h, *where, found, activation=activation, rows=CAST_ROWS)
+        return found
     values = x.float()
     if h is not None:
         values = _slope(h.float(), activation, values)
@@ -201,17 +225,25 @@ def fp8_cast(
     # Infinity minus itself is not a number.
     direct = (scaled.clamp(-most, most) + (scaled - scaled)).to(dtype)
     sums = values.sum(0, keepdim=True) if operand == GRADIENT else values.new_empty(0)
-    return direct, direct.T.contiguous(), sums
+    turned = direct.T.contiguous() if written & TURNED else direct.new_empty(0)
+    return direct if written & DIRECT else direct.new_empty(0), turned, sums
 
 
 @fp8_cast.register_fake
-def _(x: Any, h: Any, scales: Any, seen: Any, operand: int, activation: str) -> Any:
-    (rows, columns), gradient = x.shape, operand == GRADIENT
-    groups = -(-rows // CAST_ROWS) if x.is_cuda else 1
-    direct = x.new_empty(x.shape, dtype=FORMATS[gradient])
-    turned = x.new_empty((columns, rows), dtype=FORMATS[gradient])
+def _(x: Any, h: Any, scales: Any, seen: Any, operand: int, activation: str, written: int) -> Any:
+    return results(x, operand, written, groups=-(-x.shape[0] // CAST_ROWS) if x.is_cuda else 1)
+
+
+def results(
+    x_RC: torch.Tensor, operand: int, written: int, *, groups: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for what `fp8_cast` returns, with sums over so many groups of rows."""
+    (rows, columns), gradient = x_RC.shape, operand == GRADIENT
+    shapes = [(rows, columns) if written & DIRECT else (0,)]
+    shapes.append((columns, rows) if written & TURNED else (0,))
+    direct, turned = (x_RC.new_empty(shape, dtype=FORMATS[gradient]) for shape in shapes)
     sums = (groups, columns) if gradient else (0,)
-    return direct, turned, x.new_empty(sums, dtype=torch.float32)
+    return direct, turned, x_RC.new_empty(sums, dtype=torch.float32)
 
 
 CAST_ROWS = 128
@@ -278,16 +310,17 @@ class _Fp8Linear(torch.autograd.Function):
         scales: torch.Tensor,
         seen: torch.Tensor,
     ) -> torch.Tensor:
-        x8_NI, x8_IN = _cast(x_NI, (scales, seen), X)
-        w8_OI, w8_IO = _cast(weight_OI, (scales, seen), WEIGHT)
-        ctx.save_for_backward(x8_IN, w8_IO, scales)
+        x8_NI, x8_IN = _cast(x_NI, (scales, seen))
+        w8_OI, kept_weight = _cast_weight(weight_OI, (scales, seen), x_NI.dtype)
+        ctx.save_for_backward(x8_IN, kept_weight, scales)
         ctx.dtypes, ctx.biased, ctx.seen = (x_NI.dtype, weight_OI.dtype), bias_O is not None, seen
         x_scale, w_scale, _ = _split(scales)
         return _product(x8_NI, w8_OI, x_scale, w_scale, dtype=x_NI.dtype, bias_N=bias_O, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x8_IN, w8_IO, scales = ctx.saved_tensors
+        x8_IN, kept_weight, scales = ctx.saved_tensors
+        w8_IO = _turned(kept_weight, (scales, ctx.seen))
         d8_NO, d8_ON, sums_O = _cast_gradient(gradients[0], (scales, ctx.seen))
         x_scale, w_scale, d_scale = _split(scales)
         d_x_NI = _product(d8_NO, w8_IO, d_scale, w_scale, dtype=ctx.dtypes[0])
@@ -336,30 +369,30 @@ class _Fp8MLP(torch.autograd.Function):
     ) -> torch.Tensor:
         up, down = (up_scales, up_seen), (down_scales, down_seen)
         dtype = x_ND.dtype
-        x8_ND, x8_DN = _cast(x_ND, up, X)
-        u8_FD, u8_DF = _cast(up_FD, up, WEIGHT)
+        x8_ND, x8_DN = _cast(x_ND, up)
+        u8_FD, kept_up = _cast_weight(up_FD, up, dtype)
         x_scale, u_scale, _ = _split(up_scales)
         h_NF = _product(x8_ND, u8_FD, x_scale, u_scale, dtype=dtype, bias_N=bias_F, fast=True)
-        y8_NF, y8_FN = _cast(h_NF, down, X, activation)
-        d8_DF, d8_FD = _cast(down_DF, down, WEIGHT)
+        y8_NF, y8_FN = _cast(h_NF, down, activation)
+        d8_DF, kept_down = _cast_weight(down_DF, down, dtype)
         y_scale, d_scale, _ = _split(down_scales)
-        ctx.save_for_backward(x8_DN, u8_DF, h_NF, y8_FN, d8_FD, up_scales, down_scales)
+        ctx.save_for_backward(x8_DN, kept_up, h_NF, y8_FN, kept_down, up_scales, down_scales)
         ctx.seen, ctx.activation, ctx.biased = (up_seen, down_seen), activation, bias_F is not None
         ctx.dtypes = dtype, up_FD.dtype, down_DF.dtype
         return _product(y8_NF, d8_DF, y_scale, d_scale, dtype=dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x8_DN, u8_DF, h_NF, y8_FN, d8_FD, up_scales, down_scales = ctx.saved_tensors
-        up_seen, down_seen = ctx.seen
+        x8_DN, kept_up, h_NF, y8_FN, kept_down, up_scales, down_scales = ctx.saved_tensors
+        up, down = (up_scales, ctx.seen[0]), (down_scales, ctx.seen[1])
         half, up_dtype, down_dtype = ctx.dtypes
         x_scale, u_scale, dh_scale = _split(up_scales)
         y_scale, d_scale, dz_scale = _split(down_scales)
-        dz8_ND, dz8_DN, _ = _cast_gradient(gradients[0], (down_scales, down_seen))
+        dz8_ND, dz8_DN, _ = _cast_gradient(gradients[0], down)
         d_down_DF = _product(dz8_DN, y8_FN, dz_scale, y_scale, dtype=down_dtype)
-        dy_NF = _product(dz8_ND, d8_FD, dz_scale, d_scale, dtype=half)
-        dh8_NF, dh8_FN, sums_F = _cast_gradient(dy_NF, (up_scales, up_seen), h_NF, ctx.activation)
+        dy_NF = _product(dz8_ND, _turned(kept_down, down), dz_scale, d_scale, dtype=half)
+        dh8_NF, dh8_FN, sums_F = _cast_gradient(dy_NF, up, h_NF, ctx.activation)
         d_up_FD = _product(dh8_FN, x8_DN, dh_scale, x_scale, dtype=up_dtype)
-        d_x_ND = _product(dh8_NF, u8_DF, dh_scale, u_scale, dtype=half)
+        d_x_ND = _product(dh8_NF, _turned(kept_up, up), dh_scale, u_scale, dtype=half)
         d_bias_F = sums_F.to(half) if ctx.biased else None
         return d_x_ND, d_up_FD, d_bias_F, d_down_DF, *([None] * 5)

@@ -29,7 +29,6 @@ from torch import nn
 
 from gristmill.config.lora import LinearShape
 from gristmill.config.model import ModelConfig, Role
-from gristmill.models.fp8 import Fp8Layer
 from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
 from gristmill.models.recompute import Recompute
 from gristmill.plan.arithmetic import TokenCost
@@ -419,9 +418,8 @@ class CausalLM(nn.Module):
             shapes[name] = tuple(shape)
         return shapes
 
-    def fp8_layers(self, parts: Iterable[str]) -> Mapping[str, Fp8Layer]:
-        """The layers of blocks that compute in fp8 if these parts of blocks do, by name; of a model
-        with Ability.FP8."""
+    def fp8_layers(self, parts: Iterable[str]) -> Mapping[str, Any]:
+        """The linear layers of these parts of blocks, by name; of a model with Ability.FP8."""
         raise NotImplementedError
 
     def partial_gradients(self) -> list[str]:

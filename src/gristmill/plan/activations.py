@@ -16,7 +16,8 @@ bytes of the format, and t devices that share a layer, a token keeps
 
 GPT-2 in bf16 so keeps 32 C bytes, 34 C with dropout. Scores of attention are never kept: kernels
 recompute them. Recomputation keeps the input of the block only (full), or that and all results of
-matrix products and attention (selective).
+matrix products and attention (selective). What goes into products in fp8 is kept in one byte, and
+the result of attention beside that; of inner features, what comes out of the first product.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Computing:
     """Whether the kernels that come with this program are used."""
     on_gpu: bool = True
     tp: int = 1
+    fp8: frozenset[str] = frozenset()
+    """Parts of blocks with products in fp8."""
     divides_stream: bool = False
     """Whether tp divides the residual stream along the sequence."""
     cp: int = 1
@@ -102,12 +105,26 @@ def block_bytes(
     tensors = INNER_COMPILED if computing.compiled else INNER
     fused = is_fused(model, computing, mode=mode)
     mlp = b * inner * (INNER_FUSED if fused else tensors)[model.activation]
+    attention_input, mlp_input = norm, norm
+    if "attention" in computing.fp8:
+        attention_input, attended = width, attended + features
+    if "mlp" in computing.fp8:
+        mlp_input, mlp = width, (b * doubled + 1) * inner
     statistics = 16.0 if model.norm == "layernorm" else 8.0
-    kept = entry + norm + products + _turned(model, computing) + attended + middle + norm
-    kept += mlp + masks + statistics + _values(model, computing) + _adapters(model, computing)
+    kept = entry + attention_input + products + _turned(model, computing) + attended + middle
+    kept += (
+        mlp_input
+        + mlp
+        + masks
+        + statistics
+        + _values(model, computing)
+        + _adapters(model, computing)
+    )
     kept += scores + _plain_norms(model, computing)
     # Gradients of the stream and of the widest inner tensor, before and after the activation.
     working = 2 * entry + norm * (stream > 1) + b * inner * doubled
+    if "mlp" in computing.fp8:
+        working += 2 * inner * doubled
     if mode == "full":
         return BlockBytes(entry, working, kept - entry)
     if mode == "selective":

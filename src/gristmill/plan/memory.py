@@ -157,6 +157,7 @@ class _Step:
             tp=mesh.tp,
             divides_stream=sequence and mesh.tp > 1,
             cp=mesh.cp,
+            fp8=frozenset(config.precision.fp8_of_blocks),
         )
 
     @cached_property
@@ -358,7 +359,12 @@ class _Step:
         if self.computing.itemsize == 4 or gathered or self.model.lora is not None:
             return 0.0
         kept = sum(count for count, mode in self.blocks() if mode == "none")
-        return self.computing.itemsize * self.matrices * kept / self.layers
+        sizes = {name: one.inputs * one.outputs for name, one in self.model.linears().items()}
+        in_fp8 = sum(sizes[name] for name in sizes if name.split(".")[2] in self.computing.fp8)
+        each = self.computing.itemsize + (1 - self.computing.itemsize) * in_fp8 / sum(
+            sizes.values()
+        )
+        return each * self.matrices * kept / self.layers
 
     def _one_block(self) -> float:
         """Elements of the largest block, gathered."""

@@ -120,7 +120,9 @@ class Work:
     keep: str = "nothing"
     """What sharding keeps whole within a step: nothing, weights or gradients."""
     precision: str = "bf16"
-    """Of products: bf16, fp16, tf32, fp32 or fp8."""
+    """Of products: bf16, fp16, tf32 or fp32."""
+    fp8: frozenset[str] = frozenset()
+    """Parts of blocks, attention and mlp, whose products are in fp8 instead."""
     program: Program = field(default_factory=Program)
     recompute_share: float = 1.0
     """The share of blocks that recompute."""
@@ -178,6 +180,7 @@ def time_step(work: Work, hardware: Hardware) -> StepPlan:
         work.recompute,
         work.recompute_share,
         work.precision,
+        work.fp8,
         work.wide,
         program,
         hardware,
@@ -268,6 +271,7 @@ def _block(
     recompute: str,
     recompute_share: float,
     precision: str,
+    fp8: frozenset[str],
     wide: float,
     program: Program,
     hardware: Hardware,
@@ -277,13 +281,16 @@ def _block(
     both = (shape.features + 2 * shape.groups * shape.head_size) / tp
     inner = shape.inner / tp
     sizes = [
-        (shape.width, both),
-        (query, shape.width),
-        (shape.width, inner * (2 if shape.gated else 1)),
-        (inner, shape.width),
+        ("attention", shape.width, both),
+        ("attention", query, shape.width),
+        ("mlp", shape.width, inner * (2 if shape.gated else 1)),
+        ("mlp", inner, shape.width),
     ]
     forward = sum(
-        product_seconds(tokens, k, o, hardware=hardware, precision=precision) for k, o in sizes
+        product_seconds(
+            tokens, k, o, hardware=hardware, precision="fp8" if part in fp8 else precision
+        )
+        for part, k, o in sizes
     )
     attention = _attention(shape, tokens, sequence, tp, precision, program, hardware)
     moved = wide * _elementwise_bytes(shape, tokens, tp, program)
@@ -323,8 +330,7 @@ def _attention(
 ) -> float:
     """The forward pass of attention, without its linear layers."""
     rates = hardware.rates
-    # Attention is not in fp8 even if products are.
-    peak = hardware.peak("bf16" if precision == "fp8" else precision)
+    peak = hardware.peak(precision)
     flops = 4 * tokens * sequence * shape.features / tp
     if program.flash:
         share = rates.attention_share_native if program.native else rates.attention_share
@@ -358,8 +364,9 @@ def _head(work: Work, hardware: Hardware, tokens: int) -> float:
     """The head with its loss, and the embedding, forward and backward."""
     shape, tp = work.shape, work.mesh.tp
     rows = (work.loss_rows or shape.rows) / tp
-    precision = "bf16" if work.precision == "fp8" else work.precision
-    product = product_seconds(tokens, shape.width, rows, hardware=hardware, precision=precision)
+    product = product_seconds(
+        tokens, shape.width, rows, hardware=hardware, precision=work.precision
+    )
     each = 10.0 if work.program.fused else 22.0  # logits in 16 bits, and copies in 32
     moved = tokens * work.wide * (each * rows + 24.0 * shape.width)
     return 3 * product + moved / (hardware.memory_bandwidth * hardware.rates.memory_share)

@@ -89,6 +89,7 @@ def planned_work(
         stages=config.parallel.stages_each if mesh.pp > 1 else 1,
         keep=config.parallel.keep or ("gradients" if mesh.pp > 1 else "nothing"),
         precision=_precision(config, hardware),
+        fp8=frozenset(config.precision.fp8_of_blocks),
         program=_program(config, model, hardware),
         recompute_share=1 / (config.train.recompute_every or 1),
         loss_rows=min(sampled, rows) if sampled and mesh.tp == 1 else None,

@@ -8,7 +8,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from gristmill.models.fp8 import ALIGNED, CAST_ROWS, FORMATS, FUSED, GRADIENT, X, fp8_cast
+from gristmill.models.fp8 import (
+    ALIGNED,
+    BOTH,
+    CAST_ROWS,
+    DIRECT,
+    FUSED,
+    GRADIENT,
+    TURNED,
+    X,
+    fp8_cast,
+    results,
+)
 from gristmill.models.kernels.fp8 import cast
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,17 +34,31 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def both(
-    x: torch.Tensor, h: torch.Tensor | None, operand: int, activation: str
+    x: torch.Tensor, h: torch.Tensor | None, operand: int, activation: str, written: int = BOTH
 ) -> list[list[torch.Tensor]]:
     """What the kernel and plain torch make of it; the last is what they have seen."""
     scales = torch.tensor([2.0**-7, 2.0**-6, 2.0**-13])[:, None].expand(-1, ALIGNED).contiguous()
-    settings = (operand, activation)
     seen = torch.zeros(3)
-    plain = [*fp8_cast(x, h, scales, seen, *settings), seen]
-    there = [one if one is None else one.to(DEVICE) for one in (x, h, scales)]
+    plain = [*fp8_cast(x, h, scales, seen, operand, activation, written), seen]
     seen = torch.zeros(3, device=DEVICE)
-    found = cast(*there, seen, *settings, FORMATS[operand == GRADIENT])  # type: ignore[arg-type]
+    h = None if h is None else h.to(DEVICE)
+    found = by_kernel(x.to(DEVICE), h, scales.to(DEVICE), seen, operand, activation, written)
     return [plain, [one.cpu() for one in (*found, seen)]]
+
+
+def by_kernel(
+    x: torch.Tensor,
+    h: torch.Tensor | None,
+    scales: torch.Tensor,
+    seen: torch.Tensor,
+    operand: int,
+    activation: str,
+    written: int,
+) -> tuple[torch.Tensor, ...]:
+    found = results(x, operand, written, groups=-(-x.shape[0] // CAST_ROWS))
+    where = scales[operand], seen[operand:]
+    cast(x, h, *where, found, activation=activation, rows=CAST_ROWS)
+    return found
 
 
 def compare(plain: list[torch.Tensor], found: list[torch.Tensor], *, exact: bool) -> None:
@@ -52,6 +77,17 @@ def compare(plain: list[torch.Tensor], found: list[torch.Tensor], *, exact: bool
 @pytest.mark.parametrize("shape", SHAPES)
 def test_numbers_are_rounded_and_transposed(shape: tuple[int, int], operand: int) -> None:
     compare(*both(random(*shape), None, operand, ""), exact=True)
+
+
+def test_either_is_written_alone() -> None:
+    x = random(*SHAPES[1])
+    _, (direct, turned, *_) = both(x, None, X, "")
+    _, (only, nothing, *_) = both(x, None, X, "", DIRECT)
+    assert torch.equal(only, direct)
+    assert not nothing.numel()
+    _, (nothing, only, *_) = both(x, None, X, "", TURNED)
+    assert torch.equal(only, turned)
+    assert not nothing.numel()
 
 
 @pytest.mark.parametrize("activation", FUSED)
@@ -81,8 +117,8 @@ def test_what_is_not_finite_becomes_not_a_number(value: float, operand: int) -> 
 def test_what_was_seen_is_only_raised() -> None:
     x = random(32, 48).to(DEVICE)
     scales, seen = torch.ones(3, ALIGNED, device=DEVICE), torch.full((3,), 100.0, device=DEVICE)
-    cast(x, None, scales, seen, X, "", FORMATS[False])
+    by_kernel(x, None, scales, seen, X, "", BOTH)
     assert seen.tolist() == [100.0, 100.0, 100.0]
-    cast(1000 * x, None, scales, seen, X, "", FORMATS[False])
+    by_kernel(1000 * x, None, scales, seen, X, "", BOTH)
     assert seen[0] > 100
     assert seen[1:].tolist() == [100.0, 100.0]

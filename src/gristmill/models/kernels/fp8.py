@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gristmill.models.fp8 import CAST_ROWS
 from gristmill.models.kernels.products import gelu, gelu_tanh
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -93,39 +92,40 @@ CAST_COLUMNS, CAST_WARPS = 128, 8
 def cast(
     x_RC: torch.Tensor,
     h_RC: torch.Tensor | None,
-    scales: torch.Tensor,
-    seen: torch.Tensor,
-    operand: int,
+    scale: torch.Tensor,
+    largest: torch.Tensor,
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
     activation: str,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `models/fp8.py` says of `fp8_cast`."""
+    rows: int,
+) -> None:
+    """Cast x, its activation, or with h x times the activation's slope there. `results`: where to
+    write it as it is, transposed, and the sums of its columns over so many rows; what is empty is
+    not written. `largest` is raised to the largest number."""
     assert x_RC.is_contiguous() and (h_RC is None or h_RC.is_contiguous()), "rows are contiguous"
-    rows, columns = x_RC.shape
-    grid = (triton.cdiv(rows, CAST_ROWS), triton.cdiv(columns, CAST_COLUMNS))
-    direct_RC = x_RC.new_empty((rows, columns), dtype=dtype)
-    turned_CR = x_RC.new_empty((columns, rows), dtype=dtype)
-    gradient = dtype == E5M2
-    sums = x_RC.new_empty((grid[0], columns) if gradient else (0,), dtype=torch.float32)
-    _cast[grid](
+    direct_RC, turned_CR, sums = results
+    count, columns = x_RC.shape
+    _cast[(triton.cdiv(count, rows), triton.cdiv(columns, CAST_COLUMNS))](
         x_RC,
         x_RC if h_RC is None else h_RC,
-        scales[operand],
-        seen[operand:],
+        scale,
+        largest,
         direct_RC,
         turned_CR,
         sums,
-        rows,
+        count,
         columns,
         ACTIVATION=activation,
         SLOPE=h_RC is not None,
-        GRADIENT=gradient,
+        DIRECT=direct_RC.numel() > 0,
+        TURNED=turned_CR.numel() > 0,
+        SUMS=sums.numel() > 0,
+        FORMAT="e5m2" if direct_RC.dtype == E5M2 else "e4m3",
         NATIVE=x_RC.is_cuda,
-        TILE_R=CAST_ROWS,
+        TILE_R=rows,
         TILE_C=CAST_COLUMNS,
         num_warps=CAST_WARPS,
     )
-    return direct_RC, turned_CR, sums
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _cast(
     x,
     h,
     scale,
-    seen,
+    largest,
     direct,
     turned,
     sums,
@@ -158,12 +158,14 @@ def _cast(
     columns,
     ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr,
-    GRADIENT: tl.constexpr,
+    DIRECT: tl.constexpr,
+    TURNED: tl.constexpr,
+    SUMS: tl.constexpr,
+    FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
-    FORMAT: tl.constexpr = "e5m2" if GRADIENT else "e4m3"
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = tl.program_id(1).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)
     at = row[:, None] * columns + column[None, :]
@@ -176,16 +178,18 @@ def _cast(
         value = value * slope
     elif ACTIVATION != "":
         value, _ = _activated(value, ACTIVATION, NATIVE)
-    tl.atomic_max(seen, tl.max(tl.abs(value)), sem="relaxed")
-    if GRADIENT:
+    tl.atomic_max(largest, tl.max(tl.abs(value)), sem="relaxed")
+    if SUMS:
         here = sums + tl.program_id(0) * columns + column
         tl.store(here, tl.sum(value, 0), mask=column < columns)
     value = value * (1.0 / tl.load(scale))
     # Infinity minus itself is not a number, and stays it in fp8.
     value = fitted(value, FORMAT, NATIVE) + (value - value)
-    tl.store(direct + at, value.to(direct.dtype.element_ty), mask=inside)
-    # Cast anew: where one conversion to e4m3 is both stored and moved between threads, ptxas 12.8
-    # lets the latter read it too early. No compiler may leave out adding 0, because of -0.
-    again = tl.trans((value + 0.0).to(turned.dtype.element_ty))
-    across = column[:, None] * rows + row[None, :]
-    tl.store(turned + across, again, mask=(column < columns)[:, None] & (row < rows)[None, :])
+    if DIRECT:
+        tl.store(direct + at, value.to(direct.dtype.element_ty), mask=inside)
+    if TURNED:
+        # Cast anew: where one conversion to e4m3 is both stored and moved between threads, ptxas
+        # 12.8 lets the latter read it too early. No compiler may leave out adding 0, because of -0.
+        again = tl.trans((value + 0.0).to(turned.dtype.element_ty))
+        across = column[:, None] * rows + row[None, :]
+        tl.store(turned + across, again, mask=(column < columns)[:, None] & (row < rows)[None, :])
