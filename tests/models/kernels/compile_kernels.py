@@ -15,9 +15,11 @@ from triton.runtime.jit import JITFunction
 
 from gristmill.config.model import GPTConfig
 from gristmill.generate import kernels as drawing
+from gristmill.models import fp8
 from gristmill.models.build import build_model
 from gristmill.models.kernel_decoding import KernelDecoder
 from gristmill.models.kernels import decoding, decoding_attention
+from gristmill.models.kernels.fp8 import cast as cast_kernel
 
 CAPABILITY = int(sys.argv[1])
 
@@ -74,6 +76,19 @@ def decode(dtype: torch.dtype, **settings: Any) -> None:
     decoder.next_logits(rows[0])
 
 
+def cast() -> None:
+    x, scales, seen = zeros(256, 128, dtype=torch.bfloat16), zeros(3, fp8.ALIGNED), zeros(3)
+    for operand, h, activation, written in (
+        (fp8.X, None, "gelu", fp8.BOTH),
+        (fp8.WEIGHT, None, "", fp8.TURNED),
+        (fp8.GRADIENT, x, "gelu_tanh", fp8.BOTH),
+        (fp8.GRADIENT, x, "relu2", fp8.BOTH),
+    ):
+        found = fp8.results(x, operand, written, groups=2)
+        where = scales[operand], seen[operand:]
+        cast_kernel(x, h, *where, found, activation=activation, rows=fp8.CAST_ROWS)
+
+
 compiled = list[str]()
 launch, JITFunction.run = JITFunction.run, compile_only
 driver.set_active(Driver())
@@ -81,6 +96,8 @@ start = {"EARLY": True, "launch_pdl": True} if CAPABILITY >= 90 else {"EARLY": F
 decoding.launched = decoding_attention.launched = drawing.launched = lambda device: start
 for size in (300, 50304):
     draw(size)
+if CAPABILITY >= 89:
+    cast()
 decode(torch.bfloat16)
 decode(torch.float32, head_width=8)
 decode(

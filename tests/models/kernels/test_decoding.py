@@ -248,5 +248,5 @@ def test_kernels_compile_for_a_gpu() -> None:
         [sys.executable, program, "90"], env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    kernels = "_append _attend _draw _embed _linear _linear_of_many _norm _survey"
+    kernels = "_append _attend _cast _draw _embed _linear _linear_of_many _norm _survey"
     assert ended.stdout.split() == kernels.split()
