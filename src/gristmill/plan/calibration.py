@@ -106,7 +106,7 @@ def calibrated(hardware: Hardware, calibration: Calibration) -> Hardware:
 
 def this_machine() -> tuple[Hardware, int]:
     """The kind of device that this machine has, and how many; its processor without a GPU."""
-    names = _nvidia_devices()
+    names = nvidia_devices()
     if names:
         name, memory = names[0]
         found = match_hardware(name, memory=memory)
@@ -116,8 +116,8 @@ def this_machine() -> tuple[Hardware, int]:
     return replace(open_hardware("cpu"), memory=pages * size), 1
 
 
-def _nvidia_devices() -> list[tuple[str, int]]:
-    """Names and bytes of memory of the NVIDIA devices here."""
+def nvidia_devices() -> list[tuple[str, int]]:
+    """Names and bytes of memory of the NVIDIA devices that programs here may use."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -125,6 +125,21 @@ def _nvidia_devices() -> list[tuple[str, int]]:
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
         rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if line.strip()]
-        return [(name.strip(), int(mebibytes) * 2**20) for name, mebibytes in rows]
+        found = [(name.strip(), int(mebibytes) * 2**20) for name, mebibytes in rows]
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
+    return _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _visible(found: list[tuple[str, int]], chosen: str | None) -> list[tuple[str, int]]:
+    """Those that CUDA_VISIBLE_DEVICES leaves; names such as GPU-1234 stand for one of the first's
+    kind each, since all of a node are usually alike."""
+    if chosen is None:
+        return found
+    left: list[tuple[str, int]] = []
+    for one in map(str.strip, chosen.split(",")):
+        number = int(one) if one.isdigit() else 0 if one.startswith(("GPU-", "MIG-")) else -1
+        if not 0 <= number < len(found):
+            break  # as CUDA does, which ignores what follows
+        left.append(found[number])
+    return left
