@@ -126,6 +126,14 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{seconds:.1f}s"
 
 
+def described_span(seconds: float) -> str:
+    """A span of hours or days for a person."""
+    days = seconds / 86400
+    if days < 1:
+        return format_seconds(seconds)
+    return f"{days:.1f} days" if days < 100 else f"{days:,.0f} days"
+
+
 def timestamp() -> str:
     """The local time, for records: "2026-07-01T09:30:00+02:00"."""
     return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gristmill.base.errors import Exit, Problem, UserError
-from gristmill.base.units import parse_seconds
+from gristmill.base.units import described_span, parse_seconds
 from gristmill.cli.planning import (
     PlanRequest,
-    described_span,
     own_layout,
     parse_hours,
     plan_request,

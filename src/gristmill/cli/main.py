@@ -58,6 +58,10 @@ VERBS = {
         "demo:demo",
         "Run the whole pipeline on this machine, offline: text, tokenizer, training, report.",
     ),
+    "new": _Verb(
+        "new:new",
+        "Write a run file that fits this machine and your text, and say what to do next.",
+    ),
     "prepare": _Verb(
         "prepare:prepare",
         "Turn text into token files that `train` reads.",

@@ -12,11 +12,10 @@ import typer
 
 from gristmill.base.errors import Problem, UserError
 from gristmill.base.files import write_atomic
-from gristmill.base.units import format_bytes, format_count
+from gristmill.base.units import described_span, format_bytes, format_count
 from gristmill.cli.options import AsJson, Overrides
 from gristmill.cli.planning import (
     PlanRequest,
-    described_span,
     own_layout,
     parse_hours,
     plan_request,

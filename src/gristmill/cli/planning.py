@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from gristmill.base.errors import DataError, Problem, UserError
-from gristmill.base.units import format_seconds, parse_seconds
+from gristmill.base.units import parse_seconds
 from gristmill.config.parallel import build_mesh
 from gristmill.config.resolve import divisors, leaves_micro_batch, portions, resolve
 from gristmill.config.schema import RunConfig
@@ -100,14 +100,6 @@ def own_layout(request: PlanRequest) -> LayoutPlan | Problem:
     )
     first = next(layouts)
     return next((layout for layout in chain([first], layouts) if layout.fits), first)
-
-
-def described_span(seconds: float) -> str:
-    """A span of hours or days for a person."""
-    days = seconds / 86400
-    if days < 1:
-        return format_seconds(seconds)
-    return f"{days:.1f} days" if days < 100 else f"{days:,.0f} days"
 
 
 def parse_hours(text: str, *, where: str) -> float:

@@ -52,7 +52,6 @@ from gristmill.cli.prepare_filters import (
     print_dropped,
 )
 from gristmill.cli.prepare_parts import (
-    CHARACTERS,
     AtOnce,
     Attempts,
     EngineName,
@@ -60,7 +59,6 @@ from gristmill.cli.prepare_parts import (
     Page,
     RayAddress,
     Status,
-    characters_of,
     check_hold_out_end,
     check_parts_options,
     fetch_corpus,
@@ -70,6 +68,7 @@ from gristmill.cli.prepare_parts import (
     sets_of,
     show_parts,
 )
+from gristmill.cli.prepare_tokenizer import is_of_text, open_named, tokenizer_of_text
 from gristmill.cli.progress import ProgressLine
 from gristmill.cli.tokens_copy import named, prepare_and_upload, staged
 from gristmill.hub.client import downloads_shown
@@ -87,7 +86,6 @@ from gristmill.text.prepare.request import (
 )
 from gristmill.text.sources.corpora import Corpus, describe, known_corpora
 from gristmill.text.sources.source import DocumentSplit, OnDamage, ReadOptions
-from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer, open_tokenizer_files
 
 _SEED = 1234
 _tokenizer_option = functools.partial(typer.Option, rich_help_panel="Tokenizer")
@@ -152,8 +150,8 @@ def prepare(
             "--tokenizer",
             "-t",
             metavar="NAME",
-            help="gpt2, bytes, characters (those of the text), a tiktoken encoding, a folder or "
-            "file, NAME[@REVISION] on the Hub.",
+            help="gpt2, bytes, bpe:4096 (as many ids, learnt from the text), characters (those of "
+            "the text), a tiktoken encoding, a folder or file, NAME[@REVISION] on the Hub.",
         ),
     ] = "gpt2",
     vocab_file: Annotated[
@@ -327,7 +325,7 @@ def prepare(
     request = PrepareRequest(
         sources,
         place,
-        lambda: _open_tokenizer(tokenizer, vocab_file, merge_file, end_of_text, quiet=quiet),
+        lambda: open_named(tokenizer, vocab_file, merge_file, end_of_text, quiet=quiet),
         options=ReadOptions(tuple(json_key or ("text",)), documents, separator),
         filters=open_plan(filter, decontaminate, decontaminate_words, decontaminate_share),
         append_end_of_text=append_eod,
@@ -375,8 +373,9 @@ def prepare(
             raise no_parts_of(corpus.name)
         if corpus:
             request = replace(request, sources=[fetch_corpus(corpus, request, quiet)])
-        if tokenizer == CHARACTERS and not Path(CHARACTERS).exists():
-            request = replace(request, tokenizer=characters_of(request, in_parts is not None))
+        if is_of_text(tokenizer):
+            made = tokenizer_of_text(tokenizer, request, in_parts is not None)
+            request = replace(request, tokenizer=made)
         jobs = sets_of(request, corpus, hold_out_end)
         if dedup_group:
             for wanted, _ in jobs:
@@ -406,25 +405,6 @@ def _holdout(corpus: Corpus | None, split: str | None, seed: int | None) -> Hold
             remedy="hold some out with --split, or leave it out",
         )
     return None
-
-
-def _open_tokenizer(
-    name: str, vocab: Path | None, merges: Path | None, end_of_text: str | None, *, quiet: bool
-) -> Tokenizer:
-    if vocab and merges:
-        opened = open_tokenizer_files(vocab, merges, end_of_text=end_of_text)
-    elif vocab or merges:
-        raise UserError(
-            "a vocabulary and its merges belong together",
-            where="--vocab-file" if vocab else "--merge-file",
-            remedy="give both, or a tokenizer with -t",
-        )
-    else:
-        opened = open_tokenizer(name, end_of_text=end_of_text)
-    if not opened.lossless and not quiet:
-        what = "this tokenizer is not lossless: decoding may not give the same text"
-        typer.echo(f"note: {what}", err=True)
-    return opened
 
 
 def _prepare(request: PrepareRequest, quiet: bool, expected: int | None = None) -> PrepareResult:

@@ -39,17 +39,10 @@ from gristmill.text.prepare.all_parts import (
 )
 from gristmill.text.prepare.part_status import PartState, PartStatus, finished_sets, part_statuses
 from gristmill.text.prepare.prepare import PrepareResult
-from gristmill.text.prepare.request import WHOLE, PrepareRequest, split_name
+from gristmill.text.prepare.request import PrepareRequest, split_name
 from gristmill.text.sources import corpora
 from gristmill.text.sources.corpora import Corpus
-from gristmill.text.sources.reading import SourceReader
-from gristmill.text.sources.source import Document
-from gristmill.text.tokenizers.tokenizer import Tokenizer
-from gristmill.text.tokenizers.training import character_tokenizer
 from gristmill.tokens.convert import CopyProgress
-
-CHARACTERS = "characters"
-"""The tokenizer that is made of the text itself."""
 
 
 def find_corpus(sources: Sequence[str]) -> Corpus | None:
@@ -118,18 +111,6 @@ def check_hold_out_end(
         what, remedy = "a plain text file is not divided into parts", "prepare it as a whole"
     if what:
         raise UserError(what, where="--hold-out-end", remedy=remedy, exit=Exit.USAGE)
-
-
-def characters_of(request: PrepareRequest, in_parts: bool) -> Tokenizer:
-    """The tokenizer of the characters in the text that is to be prepared."""
-    if in_parts or request.part != WHOLE:
-        what = "the characters are those of the whole text, and a part reads only some of it"
-        raise UserError(what, where="--tokenizer", remedy="leave out --part, --parts and --engine")
-    reader = SourceReader(request.sources, request.options)
-    if not reader.repeatable:
-        what = "the characters are collected first, and a pipe cannot be read twice"
-        raise UserError(what, where="--tokenizer", remedy="give files")
-    return character_tokenizer(item.text for item in reader if isinstance(item, Document))
 
 
 ATTEMPTS = 3

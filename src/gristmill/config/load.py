@@ -78,7 +78,7 @@ def load_launch(words: Sequence[str]) -> LaunchConfig:
     """The `[launch]` table of words such as account=abc, for jobs that train nothing."""
     values, places = Values(), dict[Path_, str | None]()
     for word in words:
-        found = {("launch", *path): value for path, value in _parse_override(word).items()}
+        found = {("launch", *path): value for path, value in parse_override(word).items()}
         values |= found
         places |= dict.fromkeys(found, f"command line {word!r}")
     try:
@@ -113,7 +113,7 @@ def load_text(
     file = _with_new_names(file)
     words: Values = {}
     for word in overrides:
-        values = _parse_override(word)
+        values = parse_override(word)
         old_names += [path for path in RENAMED if path in values]
         values = _with_new_names(values)
         words = _lay_over(words, values, within_layer=True)
@@ -239,7 +239,7 @@ def load_preset(name: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------ layers
 
 
-def _parse_override(word: str) -> Values:
+def parse_override(word: str) -> Values:
     """The settings of an `a.b=c` word; a value that is not TOML is taken as a string."""
     key, equals, value = word.partition("=")
     if not equals or not key or not all(part.isidentifier() for part in key.split(".")):

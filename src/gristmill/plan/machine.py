@@ -59,22 +59,23 @@ def find_machine() -> Machine:
     if names and hardware.device == "cpu":
         name, memory = names[0]
         hardware = replace(open_hardware(_UNKNOWN), memory=memory)
-        source = f"figures of an {_UNKNOWN}, since the table has none of this kind"
+        source = f"by the figures of an {_UNKNOWN}, since there are none of this kind"
         return Machine(hardware, len(names), _described(len(names), name), source)
     if calibration is not None:
-        source = f"measured by `gristmill plan --calibrate` on {calibration.when[:10]}"
+        source = f"as `gristmill plan --calibrate` measured on {calibration.when[:10]}"
     elif hardware.device == "cuda":
-        source = f"figures of {hardware.name}"
+        source = f"by the figures of {hardware.name}"
     else:
         calibration = _timed_processor(hardware)
-        source = "from a product of matrices that took a moment; `plan --calibrate` measures more"
+        source = "by one product of matrices; `gristmill plan --calibrate` measures more"
     if calibration is not None:
         hardware = calibrated(hardware, calibration)
     if hardware.device == "cuda":
         return Machine(hardware, count, _described(count, names[0][0]), source)
     if platform.system() == "Darwin":
-        source += "; on Apple's GPU, which `train` takes, it is faster"
-    return Machine(hardware, 1, f"{usable_cores()} cores", source)
+        source += "; Apple's GPU, which `train` takes, is faster"
+    cores = usable_cores()
+    return Machine(hardware, 1, f"{cores} {'core' if cores == 1 else 'cores'}", source)
 
 
 def _described(count: int, name: str) -> str:

@@ -188,6 +188,16 @@ def gpt2_vocabulary() -> Vocabulary:
     )
 
 
+def has_gpt2() -> bool:
+    """Whether this machine has GPT-2's vocabulary, so that no network is needed."""
+    for folder in _gpt2_folders():
+        with suppress(UserError):
+            vocabulary = _read_folder(folder)
+            if vocabulary is not None and vocabulary.digest == _GPT2_DIGEST:
+                return True
+    return False
+
+
 def _gpt2_folders() -> Iterator[Path]:
     """The local folders that may hold GPT-2's vocabulary, in order."""
     if given := os.environ.get(GPT2_VARIABLE):

@@ -1,0 +1,128 @@
+"""The text of a new run file: the settings that were chosen, with a comment where each comes from.
+
+    # where it comes from, the commands to go on with, what to expect
+    name   = "stories"
+    preset = "modern-nano"
+
+    [data]
+    ...
+
+Settings that were asked for are put in last, so they look as if they had been written by hand.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tomli_w
+
+from gristmill.base.units import described_span, format_bytes, format_count
+from gristmill.plan.new_run import GOOD_EPOCHS, TOKENS_OF_EACH, NewRun
+
+_WIDTH = 98
+SCHEMA_FILE = "gristmill.schema.json"
+"""The JSON Schema that editors find beside a run file."""
+_FEW = TOKENS_OF_EACH / 2
+"""Tokens for each parameter below which a run is called short."""
+
+
+def file_text(
+    run: NewRun, *, made: str, facts: Sequence[str], commands: Sequence[str], schema: bool
+) -> str:
+    """The file, but for the settings that were asked for. `made` is the command that makes it,
+    `facts` are sentences about the data, `commands` those to go on with."""
+    lines = [f"#:schema ./{SCHEMA_FILE}"] if schema else []
+    lines += _comment(f"Made by `{made}`. {' '.join(facts)}")
+    lines += ["#", *(f"#   {command}" for command in commands), "#"]
+    lines += _comment(" ".join(expected(run)))
+    notes = _notes(run)
+    top = {key: value for key, value in run.settings.items() if not isinstance(value, dict)}
+    lines += _table(top, notes.get("", {}))
+    for name, table in run.settings.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *_table(table, notes.get(name, {}))]
+    return "\n".join(lines) + "\n"
+
+
+def expected(run: NewRun) -> Iterator[str]:
+    """What the run will take on this machine, in sentences."""
+    machine = run.goal.machine
+    if run.layout is None:
+        yield f"It does not fit into the memory of this machine, {machine.described}."
+    elif run.seconds is not None:
+        speed = format_count(run.layout.step.tokens_per_second)
+        memory = format_bytes(run.layout.memory.total)
+        each = " on each device" if machine.count > 1 else ""
+        yield (
+            f"Expected on {machine.described}: {described_span(run.seconds)}, {speed} tokens/s, "
+            f"{memory} of memory{each}; planned {machine.source}."
+        )
+    share = run.tokens / run.parameters
+    yield (
+        f"The model reads {share:.2g} tokens for each of its {format_count(run.parameters)} "
+        f"parameters in matrix products; {TOKENS_OF_EACH} are usual."
+    )
+    if share < _FEW:
+        yield from _short_of(run)
+
+
+def _short_of(run: NewRun) -> Iterator[str]:
+    """Why there are so few, and what would help."""
+    wanted = TOKENS_OF_EACH * run.parameters
+    kept = run.training_tokens
+    if kept is not None and GOOD_EPOCHS * kept < wanted:
+        more = format_count(wanted / GOOD_EPOCHS)
+        yield f"More text would make it better: {more} tokens are enough for this size."
+    elif run.layout is not None:
+        seconds = wanted / run.layout.step.tokens_per_second
+        yield f"More time would make it better: so many take {described_span(seconds)}."
+
+
+def _notes(run: NewRun) -> Mapping[str, Mapping[str, str]]:
+    """What is said of a key, by table."""
+    resolved, epochs = run.resolved, run.epochs
+    read = "" if epochs is None else f"; reads the text {epochs:.2g} times"
+    tokens = format_count(resolved.tokens_per_step)
+    held = run.data.tokens
+    share = (
+        "" if held is None else f", about {format_count(held - (run.training_tokens or 0))} tokens"
+    )
+    return {
+        "": {"preset": f"{format_count(run.parameters)} parameters in matrix products"},
+        "data": {
+            "split": f"training and validation{share}",
+            "sequence": "shorter than the preset's, since the text is short",
+        },
+        "train": {
+            "until": f"{resolved.steps:,} steps{read}",
+            "batch": f"samples of {resolved.sequence} tokens: {tokens} tokens a step",
+            "recompute": "saves memory, without which it does not fit",
+        },
+        "optim": {
+            "lr": "the peak; that of GPT-3 for the nearest size",
+            "momentum_warmup": "of the run, which is shorter than the preset's rise",
+        },
+        "sample": {"every": "a text that the model writes"},
+    }
+
+
+def _table(values: Mapping[str, Any], notes: Mapping[str, str]) -> Iterator[str]:
+    """Keys aligned; a comment behind its value, or above it if both are long."""
+    width = max(map(len, values), default=0)
+    for key, value in values.items():
+        line = f"{key.ljust(width)} = {tomli_w.dumps({'v': value})[4:].strip()}"
+        note = notes.get(key)
+        if note is None:
+            yield line
+        elif len(line) + len(note) + 4 <= _WIDTH:
+            yield f"{line}  # {note}"
+        else:
+            yield from (*_comment(note), line)
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+    )
