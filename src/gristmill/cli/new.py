@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,6 +89,17 @@ def new(
             help="As `prepare -t` takes it; chosen by the size of model and text if not given.",
         ),
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help='Plan for another machine, with such devices: "h100-80gb"; this machine\'s if not '
+            "given.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="How many of --gpu; one if not given.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -104,7 +115,7 @@ def new(
     name = top.pop("name", data.name)
     file = output or Path(f"{name}.toml")
     _require_free(file, force=force)
-    machine = find_machine()
+    machine = find_machine(gpu=gpu, gpus=gpus)
     if not limits:
         limits["seconds"] = _ON_GPU if machine.is_gpu else _ON_PROCESSOR
     goal = RunGoal(
@@ -120,15 +131,8 @@ def new(
     )
     run = choose_run(goal, data.facts, find_model=settings_folder)
     commands = _commands(run, data, file)
-    asked = {
-        "-o": output,
-        "--preset": preset,
-        "--hours": hours,
-        "--tokens": tokens,
-        "-t": tokenizer,
-    }
-    options = [part for key, value in asked.items() if value for part in (key, str(value))]
-    made = shlex.join(["gristmill", "new", *(words or []), *options])
+    options = {"-o": output, "--preset": preset, "--hours": hours, "--tokens": tokens}
+    made = _command(words or [], {**options, "-t": tokenizer, "--gpu": gpu, "--gpus": gpus})
     text = _text(run, data, file, made=made, commands=commands)
     write_atomic(file, text)
     doubts = config_warnings(run.config, run.resolved)
@@ -142,6 +146,12 @@ def new(
     _tell_of_old_run(run, file)
     typer.echo(f"\nWritten to {file}: {run.config.preset}. Go on with:\n")
     typer.echo("".join(f"  {command}\n" for command in commands), nl=False)
+
+
+def _command(words: Sequence[str], options: Mapping[str, object]) -> str:
+    """The command as it was typed."""
+    given = [part for key, value in options.items() if value for part in (key, str(value))]
+    return shlex.join(["gristmill", "new", *words, *given])
 
 
 def _sorted(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -233,7 +243,6 @@ def _tell_of_old_run(run: NewRun, file: Path) -> None:
 def _as_json(
     run: NewRun, data: NewData, file: Path, commands: Sequence[str], doubts: Sequence[str]
 ) -> dict[str, Any]:
-    layout = run.layout
     return {
         "file": str(file),
         "preset": run.config.preset,
@@ -244,8 +253,8 @@ def _as_json(
         "steps": run.resolved.steps,
         "epochs": run.epochs,
         "seconds": run.seconds,
-        "tokens_per_second": layout.step.tokens_per_second if layout else None,
-        "memory_bytes": layout.memory.total if layout else None,
+        "tokens_per_second": run.plan.step.tokens_per_second,
+        "memory_bytes": run.plan.memory.total,
         "commands": list(commands),
         "warnings": list(doubts),
     }

@@ -1,4 +1,4 @@
-"""What this machine trains on and how fast that is, without torch and in less than a second.
+"""What a machine trains on and how fast that is, found without torch and in less than a second.
 
     NVIDIA GPU         the table's figures of its kind, or those of `plan --calibrate`
     another GPU        an l4 with its memory, which is slower than most
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import usable_cores
 from gristmill.plan.calibration import (
     Calibration,
@@ -37,7 +38,7 @@ _UNKNOWN = "l4"
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that a run here would train on."""
+    """The devices that a run would train on."""
 
     hardware: Hardware
     count: int
@@ -51,8 +52,25 @@ class Machine:
         return self.hardware.device == "cuda"
 
 
-def find_machine() -> Machine:
-    """What is here."""
+def find_machine(*, gpu: str | None = None, gpus: int | None = None) -> Machine:
+    """What is here, or so many devices of a kind that is elsewhere."""
+    if gpu is not None:
+        kind = open_hardware(gpu)
+        return Machine(kind, gpus or 1, _described(gpus or 1, kind.name), _by_figures(kind))
+    if gpus is not None:
+        what, remedy = (
+            "of which kind these devices are is not said",
+            "give --gpu, such as h100-80gb",
+        )
+        raise UserError(what, where="--gpus", remedy=remedy, exit=Exit.USAGE)
+    return _found()
+
+
+def _by_figures(hardware: Hardware) -> str:
+    return f"by the figures of {hardware.name}"
+
+
+def _found() -> Machine:
     hardware, count = this_machine()
     names = nvidia_devices()
     calibration = read_calibrations().get(hardware.name)
@@ -64,7 +82,7 @@ def find_machine() -> Machine:
     if calibration is not None:
         source = f"as `gristmill plan --calibrate` measured on {calibration.when[:10]}"
     elif hardware.device == "cuda":
-        source = f"by the figures of {hardware.name}"
+        source = _by_figures(hardware)
     else:
         calibration = _timed_processor(hardware)
         source = "by one product of matrices; `gristmill plan --calibrate` measures more"

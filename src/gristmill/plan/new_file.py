@@ -24,6 +24,7 @@ from gristmill.plan.new_run import GOOD_EPOCHS, TOKENS_OF_EACH, NewRun
 _WIDTH = 98
 SCHEMA_FILE = "gristmill.schema.json"
 """The JSON Schema that editors find beside a run file."""
+_NEARLY = 0.9
 _FEW = TOKENS_OF_EACH / 2
 """Tokens for each parameter below which a run is called short."""
 
@@ -48,36 +49,30 @@ def file_text(
 
 def expected(run: NewRun) -> Iterator[str]:
     """What the run will take on this machine, in sentences."""
-    machine = run.goal.machine
-    if run.layout is None:
-        yield f"It does not fit into the memory of this machine, {machine.described}."
-    elif run.seconds is not None:
-        speed = format_count(run.layout.step.tokens_per_second)
-        memory = format_bytes(run.layout.memory.total)
-        each = " on each device" if machine.count > 1 else ""
-        yield (
-            f"Expected on {machine.described}: {described_span(run.seconds)}, {speed} tokens/s, "
-            f"{memory} of memory{each}; planned {machine.source}."
-        )
+    machine, plan = run.goal.machine, run.plan
+    speed, memory = format_count(plan.step.tokens_per_second), format_bytes(plan.memory.total)
+    each = " on each device" if machine.count > 1 else ""
+    yield (
+        f"Expected on {machine.described}: {described_span(run.seconds)}, {speed} tokens/s, "
+        f"{memory} of memory{each}; planned {machine.source}."
+    )
     share = run.tokens / run.parameters
     yield (
         f"The model reads {share:.2g} tokens for each of its {format_count(run.parameters)} "
         f"parameters in matrix products; {TOKENS_OF_EACH} are usual."
     )
     if share < _FEW:
-        yield from _short_of(run)
+        yield _short_of(run)
 
 
-def _short_of(run: NewRun) -> Iterator[str]:
-    """Why there are so few, and what would help."""
-    wanted = TOKENS_OF_EACH * run.parameters
-    kept = run.training_tokens
-    if kept is not None and GOOD_EPOCHS * kept < wanted:
+def _short_of(run: NewRun) -> str:
+    """What would make more of a model's size."""
+    wanted, kept = TOKENS_OF_EACH * run.parameters, run.training_tokens
+    if kept is not None and run.tokens > _NEARLY * GOOD_EPOCHS * kept:
         more = format_count(wanted / GOOD_EPOCHS)
-        yield f"More text would make it better: {more} tokens are enough for this size."
-    elif run.layout is not None:
-        seconds = wanted / run.layout.step.tokens_per_second
-        yield f"More time would make it better: so many take {described_span(seconds)}."
+        return f"More text would make it better: {more} tokens are enough for this size."
+    seconds = wanted / run.plan.step.tokens_per_second
+    return f"More time would make it better: so many take {described_span(seconds)}."
 
 
 def _notes(run: NewRun) -> Mapping[str, Mapping[str, str]]:

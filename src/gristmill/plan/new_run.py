@@ -108,7 +108,7 @@ class NewRun:
     resolved: Resolved
     data: DataFacts
     layout: LayoutPlan | None
-    """How it would run here; None if it does not fit."""
+    """How it would run here; None if it does not fit, which only candidates do."""
 
     @property
     def parameters(self) -> int:
@@ -133,10 +133,15 @@ class NewRun:
         return None if self.data.tokens is None else max(1, round(self.data.tokens * shares[0]))
 
     @property
-    def seconds(self) -> float | None:
+    def plan(self) -> LayoutPlan:
+        """The layout, of a run that fits."""
+        assert self.layout is not None
+        return self.layout
+
+    @property
+    def seconds(self) -> float:
         """How long it takes, about."""
-        speed = self.layout.step.tokens_per_second if self.layout else None
-        return None if speed is None else self.tokens / speed
+        return self.tokens / self.plan.step.tokens_per_second
 
 
 def choose_run(
@@ -172,6 +177,10 @@ class _Draft:
     def finished(self, preset: str) -> NewRun:
         """A size with its horizon, and the batch that suits it."""
         run = self._run(preset, tokens=None)
+        if run.layout is None:
+            what = f"{preset} does not fit into the memory of {self.goal.machine.described}"
+            remedy = "leave --preset out, or plan for another machine with --gpu and --gpus"
+            raise UserError(what, where="--preset" if self.goal.preset else None, remedy=remedy)
         # The batch follows from the horizon, and the speed, which the horizon follows from, a
         # little from the batch.
         for _ in range(2):
