@@ -14,6 +14,11 @@ def main() -> None:
         from gristmill.base.exits import exit_on_stop_signals
 
         exit_on_stop_signals()
+    if asked := os.environ.get("_GRISTMILL_COMPLETE"):
+        from gristmill.cli.completion import answer
+
+        if answer(asked):
+            return
     from gristmill.base.caches import use_compile_caches
 
     use_compile_caches()

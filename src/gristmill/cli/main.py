@@ -24,7 +24,7 @@ import select
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -32,6 +32,7 @@ from typer.core import TyperCommand, TyperGroup
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
 from gristmill.cli.progress import DOWNLOADS
+from gristmill.cli.verbs import FIRST_STEPS, VERBS
 from gristmill.hub.client import downloads_shown
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -44,106 +45,12 @@ class _PipeError(Exception):
     """Wraps an error that typer would handle itself; that error is its cause."""
 
 
-class _Verb(NamedTuple):
-    """A command before its module is imported."""
-
-    place: str
-    """Its module below `cli/`, and the name of the function or group there."""
-    summary: str
-    """The first paragraph of its help."""
-
-
-VERBS = {
-    "demo": _Verb(
-        "demo:demo",
-        "Run the whole pipeline on this machine, offline: text, tokenizer, training, report.",
-    ),
-    "new": _Verb(
-        "new:new",
-        "Write a run file that fits this machine and your text, and say what to do next.",
-    ),
-    "prepare": _Verb(
-        "prepare:prepare",
-        "Turn text into token files that `train` reads.",
-    ),
-    "tokens": _Verb(
-        "tokens:tokens",
-        "Inspect, verify, convert and merge token files.",
-    ),
-    "tokenizer": _Verb(
-        "tokens:tokenizer",
-        "Train and try tokenizers.",
-    ),
-    "train": _Verb(
-        "train:train",
-        "Train a model, or resume the run in the folder.",
-    ),
-    "plan": _Verb(
-        "plan:plan",
-        "Will it fit, how fast will it be, what will it cost, and in which layout.",
-    ),
-    "translate": _Verb(
-        "translate:translate",
-        "Print what the command of another program amounts to: a run file, or a command of ours.",
-    ),
-    "launch": _Verb(
-        "launch:launch",
-        "Run on a cluster: Slurm, PBS, MPI, Kubernetes or Ray. `launch RUN.toml --on slurm` "
-        "submits; see `launch submit --help`.",
-    ),
-    "replay": _Verb(
-        "inspect:replay",
-        "Compute a step of a run again, to tell a faulty device from a bad batch.",
-    ),
-    "bench": _Verb(
-        "bench:bench",
-        "Measure the speed of a run's training step and show where its time goes.",
-    ),
-    "evaluate": _Verb(
-        "evaluate:evaluate",
-        "Measure loss, perplexity and bits per byte on text, and scores on tasks.",
-    ),
-    "generate": _Verb(
-        "models:generate",
-        "Continue a text with a model, or converse with it.",
-    ),
-    "serve": _Verb(
-        "serve:serve",
-        "Serve models over HTTP with OpenAI's interface, and a page to talk to them.",
-    ),
-    "export": _Verb(
-        "models:export",
-        "Write a Hugging Face folder that `transformers` loads, or a GGUF file for llama.cpp.",
-    ),
-    "import": _Verb(
-        "models:import_checkpoint",
-        "Make a model folder from a checkpoint of nanoGPT, Megatron-LM or Megatron-DeepSpeed.",
-    ),
-    "report": _Verb(
-        "inspect:report",
-        "Write one HTML page with the curves of a run, or a comparison of several.",
-    ),
-    "watch": _Verb(
-        "watch:watch",
-        "Show all runs on one page while they train: curves, events, samples, time left.",
-    ),
-    "config": _Verb(
-        "inspect:config",
-        "Print the complete settings of a run and the numbers that follow from them.",
-    ),
-    "doctor": _Verb(
-        "inspect:doctor",
-        "Show what this machine has for training, and what is wrong with it.",
-    ),
-}
-
-
 class _Loaded(Mapping[str, Any]):
     """The commands, each of which is imported when it is asked for: `--help` and light commands
     start at once, and nothing but a verb's own module waits for torch."""
 
     def __getitem__(self, name: str) -> Any:
-        return _load(name)
+        return load_verb(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(VERBS)
@@ -153,7 +60,8 @@ class _Loaded(Mapping[str, Any]):
 
 
 @functools.cache
-def _load(name: str) -> Any:
+def load_verb(name: str) -> Any:
+    """The command or group of a verb."""
     module, _, attribute = VERBS[name].place.partition(":")
     loaded = getattr(importlib.import_module(f"gristmill.cli.{module}"), attribute)
     if isinstance(loaded, typer.Typer):
@@ -198,17 +106,21 @@ app = typer.Typer(
     epilog="Exit status: 0 done, 75 stopped and saved (the same command resumes), 2 wrong command "
     "line, 65 bad data, 71 a faulty device, 74 storage, 76 another process was lost, 77 refused "
     "for safety, 78 wrong settings, 70 a defect.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 @app.callback(invoke_without_command=True)
-def _options(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+def _options(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+) -> None:
     if version:
         typer.echo(f"gristmill {_version()}")
         raise typer.Exit()
+    if context.invoked_subcommand is None:
+        typer.echo(FIRST_STEPS, nl=False)
 
 
 def _version() -> str:

@@ -188,6 +188,8 @@ class _Draft:
         return run
 
     def _horizon(self, run: NewRun) -> int:
+        if self.goal.tokens is not None:
+            return self.goal.tokens
         wanted = TOKENS_OF_EACH * run.parameters
         kept = run.training_tokens
         text = math.inf
@@ -214,7 +216,7 @@ class _Draft:
         data = self.facts(model)
         if data.tokens is not None and data.tokens < _LEAST_TOKENS:
             what = f"about {data.tokens:,} tokens are too few to train and validate on"
-            raise UserError(what, where=self.goal.paths, remedy="give more text")
+            raise UserError(what, remedy="give more text")
         if tokens is None:
             tokens = rounded(TOKENS_OF_EACH * _multiplied(first, data))
         settings = self._settings(preset, first, data, tokens)
