@@ -17,7 +17,7 @@ from gristmill.base.exits import follow_supervisor
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.options import Overrides
 from gristmill.cli.progress import ProgressLine
-from gristmill.config.documentation import FileSchema
+from gristmill.config.file_schema import run_file_schema
 from gristmill.config.load import dump_run, load_preset, load_run, preset_names
 from gristmill.config.lora import LinearShape
 from gristmill.config.model import GPTConfig
@@ -135,8 +135,7 @@ def config(
 ) -> None:
     """Print the complete settings of a run and the numbers that follow from them."""
     if schema:
-        json_schema = RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema)
-        typer.echo(json.dumps(json_schema, indent=2))
+        typer.echo(json.dumps(run_file_schema(), indent=2))
     elif presets:
         _list_presets()
     elif run is None:

@@ -1,4 +1,4 @@
-"""What messages and tools say about settings: docstrings, lines of a file, and the JSON Schema.
+"""What messages and tools say about settings: docstrings, and the lines of a file.
 
 Python itself forgets the docstrings below the attributes of a class, and `tomllib` does not report
 the lines of keys.
@@ -16,10 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core.core_schema import ModelSchema, WithDefaultSchema
 
-from gristmill.config.settings import UNSET, Settings
+from gristmill.config.settings import Settings
 
 
 def attribute_docstrings(owner: type) -> dict[str, str]:
@@ -49,25 +47,6 @@ def docstrings(table: type[BaseModel]) -> Mapping[str, str]:
     found = {name: text for owner in owners for name, text in attribute_docstrings(owner).items()}
     fields = table.model_fields
     return {fields[name].alias or name: text for name, text in found.items() if name in fields}
-
-
-class FileSchema(GenerateJsonSchema):
-    """The JSON Schema of files, in which whatever has a default may be `unset` too."""
-
-    def default_schema(self, schema: WithDefaultSchema) -> JsonSchemaValue:
-        made = super().default_schema(schema)
-        if isinstance(schema.get("default"), BaseModel) or "const" in made:
-            return made
-        default = {"default": made.pop("default")} if "default" in made else {}
-        kinds = made["anyOf"] if set(made) == {"anyOf"} else [made]
-        return {"anyOf": [*kinds, {"const": UNSET}], **default}
-
-    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
-        made = super().model_schema(schema)
-        table: type[BaseModel] = schema["cls"]
-        for key, text in docstrings(table).items():
-            made["properties"][key]["description"] = text
-        return made
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:

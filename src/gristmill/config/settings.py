@@ -163,6 +163,12 @@ _DURATION_SCHEMA = {
     "examples": ["500 steps", "1M samples", "20B tokens"],
 }
 
+_TIME_SCHEMA = {
+    "type": "string",
+    "pattern": r"^\s*([0-9]+(\.[0-9]+)?\s*[dhms]\s*)+$",
+    "examples": ["90s", "30m", "3h30m", "1d"],
+}
+
 Interval = Annotated[
     Duration,
     BeforeValidator(_positive_duration),
@@ -195,16 +201,14 @@ SaveInterval = Annotated[
     Duration | str,
     BeforeValidator(_save_interval),
     PlainSerializer(str),
-    WithJsonSchema(
-        {"anyOf": [_DURATION_SCHEMA, {"type": "string", "examples": ["15m", "2h", "1d"]}]}
-    ),
+    WithJsonSchema({"anyOf": [_DURATION_SCHEMA, _TIME_SCHEMA]}),
 ]
 """A wall-clock span, "15m", or an amount of steps, samples or tokens, at least 1."""
 
-WallTime = Annotated[str, BeforeValidator(_seconds)]
+WallTime = Annotated[str, BeforeValidator(_seconds), WithJsonSchema(_TIME_SCHEMA)]
 """A wall-clock span such as "3h30m"."""
 
-Patience = Annotated[str, BeforeValidator(_patience)]
+Patience = Annotated[str, BeforeValidator(_patience), WithJsonSchema(_TIME_SCHEMA)]
 """A wall-clock span of at least 5 seconds: how long one process waits for another."""
 
 _WEIGHT_SCHEMA = {"type": "number", "exclusiveMinimum": 0}
