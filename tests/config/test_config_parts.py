@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gristmill.base.errors import UserError
-from gristmill.config.documentation import FileSchema
+from gristmill.config.file_schema import run_file_schema
 from gristmill.config.load import dump_run, load_preset, load_text
 from gristmill.config.model import GPTConfig
 from gristmill.config.optim import AdamWConfig, CosineSchedule, MuonConfig
@@ -142,7 +142,7 @@ def test_to_take_away_what_nobody_set_is_no_mistake() -> None:
 
 def test_editors_accept_unset_where_there_is_a_default() -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    schema = RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema)
+    schema = run_file_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     good = frozen(load("", "schedule.decay=1"))
     for key in ("logit_cap", "bias", "positions", "init_std"):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
 from gristmill.base.errors import UserError
-from gristmill.config.documentation import FileSchema, docstrings
-from gristmill.config.load import dump_run, load_text, setting_paths
+from gristmill.config.documentation import docstrings
+from gristmill.config.file_schema import DRAFT, run_file_schema
+from gristmill.config.load import dump_run, load_preset, load_text, preset_names, setting_paths
 from gristmill.config.schema import RunConfig
 
 RUN = """\
@@ -49,9 +51,7 @@ def objects(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def schema() -> dict[str, Any]:
-    return json.loads(
-        json.dumps(RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema))
-    )
+    return json.loads(json.dumps(run_file_schema()))
 
 
 def test_every_setting_and_table_has_a_docstring() -> None:
@@ -94,7 +94,7 @@ def test_the_json_schema_forbids_unknown_keys(schema: dict[str, Any]) -> None:
     parts = [part for part in objects(schema) if part["type"] == "object"]
     assert len(parts) == len(tables())
     assert all(part["additionalProperties"] is False for part in parts)
-    assert schema["required"] == ["name", "model", "data", "train"]
+    assert schema["required"] == ["name", "data", "train"]
 
 
 def test_every_reference_of_the_json_schema_leads_somewhere(schema: dict[str, Any]) -> None:
@@ -103,8 +103,6 @@ def test_every_reference_of_the_json_schema_leads_somewhere(schema: dict[str, An
             for key, inner in value.items():
                 if key == "$ref":
                     yield inner
-                elif key == "mapping":
-                    yield from inner.values()
                 else:
                     yield from references(inner)
         elif isinstance(value, list):
@@ -152,14 +150,79 @@ def test_every_setting_of_a_written_run_is_a_known_path() -> None:
     assert set(leaves(written)) <= set(setting_paths())
 
 
-def test_the_json_schema_accepts_and_refuses_run_files(schema: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def valid(schema: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
+    """Whether an editor would accept a run file."""
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema).is_valid
+
+
+Valid = Callable[[dict[str, Any]], bool]
+SHORT = tomllib.loads(RUN)
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+def test_editors_accept_complete_files_and_refuse_wrong_ones(valid: Valid) -> None:
     good = tomllib.loads(dump_run(load_text(RUN, place="run.toml")))
-    jsonschema.validate(good, schema)
-    for wrong in ({"train": {**good["train"], "until": 5}}, {"nmae": "x"}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**good, **wrong}, schema)
+    assert valid(good)
+    assert not valid({**good, "train": {**good["train"], "until": 5}})
+    assert not valid({**good, "nmae": "x"})
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_editors_accept_recipes_and_refuse_a_wrong_key_in_them(file: Path, valid: Valid) -> None:
+    recipe = tomllib.loads(file.read_text(encoding="utf-8"))
+    assert valid(recipe)
+    for name, table in recipe.items():
+        if isinstance(table, dict):
+            assert not valid({**recipe, name: {**table, "bacth": 8}}), name
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_editors_accept_presets_by_name_and_in_full(name: str, valid: Valid) -> None:
+    tables = {key: table for key, table in load_preset(name).items() if key != "train"}
+    train = {**SHORT["train"], **load_preset(name).get("train", {})}
+    rest = {"name": "x", "data": {"paths": "tokens/x"}, "train": train}
+    assert valid({**rest, **tables})
+    assert valid({**rest, "preset": name})
+
+
+def test_editors_know_what_a_file_must_say(valid: Valid) -> None:
+    rest = {"name": "x", "data": {"paths": "tokens/x"}, "train": {"until": "1 step"}}
+    sizes = {"layers": 1, "heads": 1, "width": 8, "context": 8}
+    assert not valid(rest)
+    assert not valid({**rest, "model": {"layers": 1}})
+    for model in (sizes, {"start": "runs/other"}, {"hf": "org/name"}):
+        assert valid({**rest, "model": model})
+    assert not valid({**rest, "preset": "gpt2-smal"})
+    # A preset may say which optimizer a rate is for; a type that is named decides its keys.
+    assert valid({**rest, "preset": "modern-nano", "optim": {"lr": 0.1}})
+    assert not valid({**rest, "preset": "modern-nano", "optim": {"type": "sgd", "head_lr": 0.1}})
+
+
+@pytest.mark.parametrize(
+    ("setting", "right", "wrong"),
+    [
+        (("train", "until"), ["1 step", "2.5B tokens", "1_000 samples"], ["3h", "1e3 steps", 5]),
+        (("train", "time_limit"), ["3h30m", "90s", "1d", "unset"], ["3 hours", "10 steps", 3600]),
+        (("checkpoint", "every"), ["15m", "500 steps"], ["often", "15", 15]),
+        (("checkpoint", "timeout"), ["30s"], ["30"]),
+    ],
+)
+def test_editors_know_durations(
+    setting: tuple[str, str], right: list[Any], wrong: list[Any], valid: Valid
+) -> None:
+    table, key = setting
+    for value in (*right, *wrong):
+        changed = {**SHORT, table: {**SHORT.get(table, {}), key: value}}
+        assert valid(changed) is (value in right), value
+
+
+def test_the_json_schema_names_its_draft_and_has_no_null(schema: dict[str, Any]) -> None:
+    assert schema["$schema"] == DRAFT
+    assert '"null"' not in json.dumps(schema)
+    assert ": null" not in json.dumps(schema)
 
 
 def test_an_error_needs_no_source_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,17 @@ differ from it, so that a new setting changes two files and not thirty.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from gristmill.base.units import Duration
+from gristmill.cli.main import app
+from gristmill.cli.verbs import FIRST_STEPS, VERBS
 from gristmill.config.load import load_run, load_text, preset_names, setting_paths
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
@@ -76,6 +80,17 @@ def test_a_preset_resolved(name: str, golden: Compare) -> None:
 @pytest.mark.parametrize("name", [path.stem for path in RECIPES.glob("*.toml")])
 def test_a_recipe_resolved(name: str, golden: Compare) -> None:
     golden(f"recipes/{name}.txt", differing(resolved(load_run(RECIPES / f"{name}.toml"))))
+
+
+def test_the_first_steps(golden: Compare) -> None:
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 0 and result.stderr == ""
+    golden("first-steps.txt", result.stdout)
+
+
+def test_the_first_steps_name_verbs_that_there_are() -> None:
+    named = re.findall(r"gristmill ([a-z]+)", FIRST_STEPS)
+    assert len(named) >= 8 and set(named) <= set(VERBS)
 
 
 def test_there_is_one_file_for_every_preset() -> None:

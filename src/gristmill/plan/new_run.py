@@ -59,6 +59,7 @@ _WINDOWS = 128
 """Windows that are validated on, where the text has so many."""
 _LEAST_TOKENS = 640
 _SHORTEST = 32
+_ROUNDS = 8
 _HOST_SHARE = 0.5
 """The part of a host's memory that a run takes, since other programs are there too."""
 _RATES = {
@@ -181,10 +182,15 @@ class _Draft:
             what = f"{preset} does not fit into the memory of {self.goal.machine.described}"
             remedy = "leave --preset out, or plan for another machine with --gpu and --gpus"
             raise UserError(what, where="--preset" if self.goal.preset else None, remedy=remedy)
-        # The batch follows from the horizon, and the speed, which the horizon follows from, a
-        # little from the batch.
-        for _ in range(2):
-            run = self._run(preset, tokens=self._horizon(run))
+        # The batch follows from the horizon, and the speed, from which the horizon follows, a
+        # little from the batch: it only shrinks, so that the time is kept.
+        tokens = self._horizon(run)
+        for _ in range(_ROUNDS):
+            run = self._run(preset, tokens=tokens)
+            again = self._horizon(run)
+            if again >= tokens:
+                break
+            tokens = again
         return run
 
     def _horizon(self, run: NewRun) -> int:
@@ -283,8 +289,8 @@ class _Draft:
 
 
 def planned_layout(config: RunConfig, machine: Machine, *, vocab: int) -> LayoutPlan | None:
-    """How a run would be laid out here: whole on every device if that fits, else the fastest; None
-    if nothing fits."""
+    """How a run would be laid out here: whole on every device if that fits without recomputing,
+    else the fastest; None if nothing fits."""
     hardware = machine.hardware
     if hardware.device == "cpu":
         hardware = replace(hardware, memory=int(hardware.memory * _HOST_SHARE))
@@ -296,7 +302,8 @@ def planned_layout(config: RunConfig, machine: Machine, *, vocab: int) -> Layout
     if isinstance(own, Problem):
         raise UserError([own])
     sizes = [size for size in divisors(own.batch // mesh.data) if size <= MOST_MICRO]
-    for recompute, size in product(RECOMPUTES, reversed(sizes)):
+    ways = RECOMPUTES if machine.count == 1 else RECOMPUTES[:1]
+    for recompute, size in product(ways, reversed(sizes)):
         layout = plan_layout(
             config, mesh, hardware, vocab=vocab, micro_batch=size, recompute=recompute
         )
