@@ -196,7 +196,11 @@ def cli_page() -> str:
         "# Command line",
         "",
         "Made from the same declarations as `gristmill --help`. Every command takes `-h` and",
-        "`--help`; `gristmill --version` prints the version.",
+        "`--help`; `gristmill --version` prints the version. `gristmill` alone shows how to begin.",
+        "",
+        "`gristmill --install-completion` makes bash, zsh or fish complete verbs, options, presets",
+        "and run files, and run folders below `runs/`. It takes effect in the next shell;",
+        "`--show-completion` prints the script instead.",
     ]
     for words, command in _commands(group):
         lines += ["", f"## {' '.join(words[1:])}", "", _plain(command.help), ""]

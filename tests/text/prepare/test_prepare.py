@@ -345,6 +345,16 @@ def test_the_end_of_a_text_is_held_out(tmp_path: Path) -> None:
         assert open_tokenizer(tmp_path / f"char_{name}.tokenizer").encode("cbä") == [1, 0, 2]
 
 
+def test_a_tokenizer_is_learnt_from_the_text(tmp_path: Path) -> None:
+    texts = [f"the mill number {n} grinds the corn of number {n + 1}" for n in range(40)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number:02d}.txt").write_text(text)
+    command(*sorted(tmp_path.glob("*.txt")), "-o", tmp_path / "out", "-t", "bpe:300")
+    learnt = train_tokenizer(iter(texts), vocab_size=300)
+    assert open_tokens(tmp_path / "out").info.tokenizer == learnt.fingerprint
+    assert open_tokenizer(tmp_path / "out.tokenizer").encode(texts[0]) == learnt.encode(texts[0])
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
@@ -355,7 +365,11 @@ def test_the_end_of_a_text_is_held_out(tmp_path: Path) -> None:
         (("openwebtext", "--hold-out-end", "0.1"), "openwebtext has documents to hold out"),
         (("a.jsonl", "--hold-out-end", "0.1"), "only the end of a plain text file"),
         (("a.txt", "--hold-out-end", "0.1", "--documents", "line"), "only the end of a plain text"),
-        (("a.txt", "-t", "characters", "--part", "1/2"), "those of the whole text"),
+        (("a.txt", "-t", "characters", "--part", "1/2"), "made of the whole text"),
+        (("a.txt", "-t", "bpe:300", "--parts", "2", "--engine", "local"), "tokenizer train"),
+        (("-", "-t", "bpe:300"), "cannot be read twice"),
+        (("a.txt", "-t", "bpe:30000"), "ask for at most"),
+        (("a.txt", "-t", "bpe:9"), "too small"),
         (("-", "-t", "characters"), "cannot be read twice"),
     ],
 )
