@@ -12,7 +12,7 @@ import pytest
 from gristmill.base.errors import UserError
 from gristmill.plan.calibration import Calibration, nvidia_devices, write_calibration
 from gristmill.plan.hardware import open_hardware
-from gristmill.plan.machine import find_machine
+from gristmill.plan.machine import _half_features, find_machine
 
 
 @pytest.fixture
@@ -70,7 +70,14 @@ def test_a_processor_is_timed(no_gpu: None) -> None:
     machine = find_machine()
     assert machine.hardware.name == "cpu" and not machine.is_gpu
     assert 0 < machine.hardware.rates.product_share != open_hardware("cpu").rates.product_share
-    assert "product of matrices" in machine.source
+    assert machine.hardware.memory_bandwidth > 0 and "numpy" in machine.source
+
+
+@pytest.mark.parametrize("half", [0.0, 16.0, 300.0])
+def test_the_size_at_which_a_product_takes_twice_its_time(half: float) -> None:
+    slower = (1 + half / 128) * (1 + half / 512)
+    assert _half_features(slower) == pytest.approx(half)
+    assert _half_features(0.5) == 0.0  # measured while something else slowed the large one
 
 
 def test_what_was_calibrated_is_not_timed_again(no_gpu: None) -> None:

@@ -2,18 +2,20 @@
 
     NVIDIA GPU         the table's figures of its kind, or those of `plan --calibrate`
     another GPU        an l4 with its memory, which is slower than most
-    processor          its share of the table's peak, from a product of matrices that numpy times
-                       now, or from `plan --calibrate`
+    processor          what numpy reaches now in products of large and of narrow matrices, and in
+                       copying memory; or the figures of `plan --calibrate`
 
-Processors differ by a factor of a hundred, so a guess would choose models of the wrong size. The
-product is timed several times and the fastest counts, since other programs only make it slower. It
-uses the cores that numpy uses, which are all unless OMP_NUM_THREADS says otherwise.
+Processors differ by a factor of a hundred, so a guess would choose models of the wrong size. Each
+is timed many times and the fastest counts, since other programs only make it slower. Products use
+the cores that numpy uses, which are all unless OMP_NUM_THREADS says otherwise.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,10 +31,14 @@ from gristmill.plan.calibration import (
 )
 from gristmill.plan.hardware import Hardware, open_hardware
 
-_SIZE = 768
-"""Rows and columns of the matrices that are multiplied."""
-_MOMENT = 0.3
-"""Seconds for all products."""
+_LARGE = 768
+"""Rows and columns of matrices that are large for a processor."""
+_ROWS, _INNER, _OUTER = 2048, 128, 512
+"""A product of the smallest preset."""
+_COPIED = 2**26
+"""Bytes that are copied, more than caches hold."""
+_MOMENT = 0.15
+"""Seconds for each."""
 _UNKNOWN = "l4"
 
 
@@ -85,7 +91,7 @@ def _found() -> Machine:
         source = _by_figures(hardware)
     else:
         calibration = _timed_processor(hardware)
-        source = "by one product of matrices; `gristmill plan --calibrate` measures more"
+        source = "by what numpy reached in a moment; `gristmill plan --calibrate` measures more"
     if calibration is not None:
         hardware = calibrated(hardware, calibration)
     if hardware.device == "cuda":
@@ -101,12 +107,33 @@ def _described(count: int, name: str) -> str:
 
 
 def _timed_processor(hardware: Hardware) -> Calibration:
-    """The share of the table's peak that a large product reaches."""
-    matrix = np.random.default_rng(0).standard_normal((_SIZE, _SIZE), dtype=np.float32)
-    matrix @ matrix  # the first one starts the threads
-    best, end = float("inf"), time.perf_counter() + _MOMENT
-    while (begin := time.perf_counter()) < end:
-        matrix @ matrix
+    """What products of large and of narrow matrices reach, and a copy."""
+    draw, peak = np.random.default_rng(0), hardware.peak("fp32")
+    large = draw.standard_normal((_LARGE, _LARGE), dtype=np.float32)
+    tall = draw.standard_normal((_ROWS, _INNER), dtype=np.float32)
+    wide = draw.standard_normal((_INNER, _OUTER), dtype=np.float32)
+    share = 2 * _LARGE**3 / _fastest(lambda: large @ large) / peak
+    slower = _fastest(lambda: tall @ wide) * peak * share / (2 * _ROWS * _INNER * _OUTER)
+    target = np.empty(_COPIED, dtype=np.uint8)
+    source = np.ones_like(target)
+    moved = 2 * _COPIED / _fastest(lambda: np.copyto(target, source))
+    rates = {"product_share": share, "half_features": _half_features(slower)}
+    return Calibration(hardware.name, "processor", "", rates, memory_bandwidth=moved)
+
+
+def _half_features(slower: float) -> float:
+    """The inner and outer size at which a product needs twice the time of its part in a large one,
+    if one of _INNER by _OUTER is so much slower: (1 + h / inner) (1 + h / outer) = slower."""
+    middle = (_INNER + _OUTER) / 2
+    inside = middle**2 + _INNER * _OUTER * (slower - 1)
+    return max(0.0, math.sqrt(max(inside, 0.0)) - middle)
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of many times, after one that starts the threads."""
+    work()
+    best, end = math.inf, time.perf_counter() + _MOMENT
+    while (begin := time.perf_counter()) < end or best == math.inf:
+        work()
         best = min(best, time.perf_counter() - begin)
-    share = 2 * _SIZE**3 / best / hardware.peak("fp32")
-    return Calibration(hardware.name, "processor", "", {"product_share": share})
+    return best

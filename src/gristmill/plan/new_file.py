@@ -80,10 +80,8 @@ def _notes(run: NewRun) -> Mapping[str, Mapping[str, str]]:
     resolved, epochs = run.resolved, run.epochs
     read = "" if epochs is None else f"; reads the text {epochs:.2g} times"
     tokens = format_count(resolved.tokens_per_step)
-    held = run.data.tokens
-    share = (
-        "" if held is None else f", about {format_count(held - (run.training_tokens or 0))} tokens"
-    )
+    held = None if run.data.tokens is None else run.data.tokens - (run.training_tokens or 0)
+    share = "" if not held else f"; the latter about {format_count(held)} tokens"
     return {
         "": {"preset": f"{format_count(run.parameters)} parameters in matrix products"},
         "data": {
