@@ -219,6 +219,32 @@ def test_editors_know_durations(
         assert valid(changed) is (value in right), value
 
 
+def test_editors_know_unset_in_every_kind_of_value(valid: Valid, schema: dict[str, Any]) -> None:
+    kinds = {
+        ("train", "batch"): ["unset", 8],
+        ("train", "sampled_softmax"): ["unset", 64],
+        ("precision", "compute"): ["unset", "bf16"],
+        ("runtime", "compile"): ["unset", True, "blocks"],
+        ("runtime", "kernels"): ["unset", False],
+        ("runtime", "offload"): ["unset", "optimizer"],
+        ("precision", "fp8"): ["unset", ["head"]],
+        ("checkpoint", "every"): ["unset", "15m"],
+        ("schedule", "warmup"): ["unset", 0.1, "2k steps"],
+        ("data", "validation"): ["unset", "tokens/x", ["tokens/x"], {"tokens/x": 2}],
+    }
+    for (table, key), right in kinds.items():
+        for value in (*right, -1, "Unset" if key != "validation" else [3]):
+            changed = {**SHORT, table: {**SHORT.get(table, {}), key: value}}
+            assert valid(changed) is (value in right), (table, key, value)
+    # An editor lists a key once for each of several alternatives.
+    several = [
+        key
+        for key, value in schema["$defs"]["TrainConfig"]["properties"].items()
+        if len(value.get("anyOf", ())) > 1
+    ]
+    assert several == ["ramp", "guard"]
+
+
 def test_the_json_schema_names_its_draft_and_has_no_null(schema: dict[str, Any]) -> None:
     assert schema["$schema"] == DRAFT
     assert '"null"' not in json.dumps(schema)

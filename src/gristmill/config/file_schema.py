@@ -72,6 +72,31 @@ def _for_files(value: Any) -> Any:
     made = {key: _for_files(one) for key, one in value.items() if key != "discriminator"}
     if "oneOf" in made:
         made["anyOf"] = made.pop("oneOf")
+    if {"const": UNSET} in made.get("anyOf", ()):
+        made = _or_unset(made)
     if "default" in made and (made["default"] is None or isinstance(made["default"], dict)):
         del made["default"]
+    return made
+
+
+def _or_unset(made: dict[str, Any]) -> dict[str, Any]:
+    """A value or "unset" in one piece where that can be said, since editors list a key once for
+    each of several. `minimum` and the like say nothing of text, and `pattern` of nothing else."""
+    kinds = [kind for kind in made["anyOf"] if kind != {"const": UNSET}]
+    rest = {key: value for key, value in made.items() if key != "anyOf"}
+    if {"type": "string"} in kinds:  # any text is right, and this one too
+        return {**rest, "anyOf": kinds} if len(kinds) > 1 else {**kinds[0], **rest}
+    if len(kinds) > 1:
+        return made
+    kind = dict(kinds[0])
+    if "enum" in kind or "const" in kind:
+        values = kind.pop("enum", None) or [kind.pop("const")]
+        kind.pop("type", None)
+        return {**kind, **rest, "enum": [*values, UNSET]}
+    match kind.get("type"):
+        case "string":
+            # Every text of run files that is not just any text has a pattern.
+            return {**kind, **rest, "pattern": f"{kind['pattern']}|^{UNSET}$"}
+        case "integer" | "number" | "boolean" | "array" as own:
+            return {**kind, **rest, "type": [own, "string"], "pattern": f"^{UNSET}$"}
     return made
