@@ -164,6 +164,12 @@ class RuntimeConfig(Settings):
     steps. Needs one compiled micro-batch per step in one process. If not given, small models do."""
     kernels: bool = True
     """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
+    xla_attention: Literal["auto", "plain", "blocked", "cudnn", "splash"] = "auto"
+    """How attention is computed on XLA devices. plain: all scores at once. blocked: those of some
+    positions at a time, and again in the backward pass, so that memory does not grow with the
+    square of data.sequence. cudnn: the kernels of cuDNN, on NVIDIA GPUs in bf16. splash: JAX's
+    kernel for TPUs. The last two take no masks (packed documents, windows) and no dropout. auto:
+    the kernel of the device where it can be used, else blocked; plain on the CPU."""
     offload: Literal["optimizer"] | None = None
     """Keep the optimizer's state in host memory and step there: saves 8 bytes of GPU memory for
     each parameter held, costs time in every step. With AdamW only."""

@@ -30,8 +30,9 @@ from gristmill.optim.build import build_optimizer
 from gristmill.optim.spec import ParameterOptimizer
 from gristmill.strategies.step import decide
 from gristmill.strategies.strategy import StepLimits
+from gristmill.strategies.xla.attention import SAVED
 from gristmill.strategies.xla.device import Placing
-from gristmill.strategies.xla.graph import marked_blocks, meta, trace
+from gristmill.strategies.xla.graph import marked_blocks, meta, replaced, trace
 from gristmill.strategies.xla.lower import ALL, Context, Lowered
 
 Weights = dict[str, jax.Array]
@@ -111,19 +112,15 @@ class Programs:
 
     def _state_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """The shapes of all optimizer state, found by a step that computes nothing."""
-        found: dict[tuple[str, str], tuple[int, ...]] = {}
-
-        def step(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-            optimizer = self._optimizer(weights)
+        weights = {name: meta(shape) for name, shape in self.shapes.items()}
+        optimizer = self._optimizer(weights)
+        with replaced():
             for parameter in optimizer.parameters.values():
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step(divisor=meta(), skip=meta())
-            entries = list(optimizer.entries())
-            found.update({(entry.kind, entry.key): tuple(entry.value.shape) for entry in entries})
-            return [entry.value for entry in entries]
-
-        trace(step, {name: meta(shape) for name, shape in self.shapes.items()})
-        return found
+        return {
+            (entry.kind, entry.key): tuple(entry.value.shape) for entry in optimizer.entries()
+        }
 
     def _update(self, settings: Sequence[Mapping[str, Any]]) -> Lowered:
         """The decision about a step, and the step of the optimizer."""
@@ -165,12 +162,14 @@ class Programs:
     def step(self, batches: Batches, controls: Controls) -> Any:
         """One step over micro-batches of this form, to be compiled; it returns weights, state, and
         a vector: loss, gradient norm, skipped, signals."""
-        first = {name: batch[0] for name, batch in batches.items()}
+        first = {
+            name: jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
+            for name, batch in batches.items()
+        }
         loss = self._loss(first, training=True)
         update = self._update(controls.settings)
         place, count = self.placing, next(iter(batches.values())).shape[0]
-        layout = place.layout
-        context = partial(Context, shards=layout.data, tp=layout.tp, recompute=self._policy_of)
+        context = partial(self._context, recompute=self._policy_of)
 
         def micro_loss(
             weights: Weights, buffers: Weights, batch: Batches, scale: jax.Array, key: jax.Array
@@ -226,16 +225,29 @@ class Programs:
     def evaluation(self, batch: Batches) -> Any:
         """The summed loss of one batch, to be compiled."""
         loss = self._loss(batch, training=False)
-        layout = self.placing.layout
-        context = Context(shards=layout.data, tp=layout.tp)
+        context = self._context()
 
         def run(weights: Weights, buffers: Weights, batch: Batches) -> jax.Array:
             return loss(weights, buffers, batch, context=context)
 
         return jax.jit(run, out_shardings=self.placing.replicated)
 
+    def _context(self, **more: Any) -> Context:
+        layout, how = self.placing.layout, self.config.runtime.xla_attention
+        places = self.placing.attention
+        return Context(shards=layout.data, tp=layout.tp, attention=how, places=places, **more)
+
     def _policy_of(self, block: int) -> Any:
         """What is kept of a block, for `jax.checkpoint`; None for a block that keeps all."""
         if not self._recompute.concerns(block):
             return None
-        return ALL if self._recompute.kind == "full" else jax.checkpoint_policies.dots_saveable
+        return ALL if self._recompute.kind == "full" else _is_kept
+
+
+def _is_kept(primitive: Any, *inputs: Any, **parameters: Any) -> bool:
+    """Selective recomputation keeps matrix products and attention."""
+    if jax.checkpoint_policies.dots_saveable(primitive, *inputs, **parameters):
+        return True
+    # Attention of cuDNN is an operation of its own; the others name what is to be kept.
+    named = primitive.name == "name" and parameters.get("name") == SAVED
+    return named or primitive.name.startswith("dot_product_attention_fwd")
