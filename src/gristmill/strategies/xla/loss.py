@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 SLICE_BYTES = 2**28
-"""Memory for the logits of a slice on one device."""
+"""Memory for the logits of a slice on one device, which have the dtype of the hidden states."""
 CPU_SLICE_BYTES = 16 * 2**20
 SLICE_TOKENS = 256
 """Tokens of a slice, at least."""
@@ -43,7 +43,7 @@ def linear_cross_entropy(
     look_up = whole_head and jax.default_backend() == "cpu"
     weights = jnp.ones(targets_N.shape, jnp.float32) if weights_N is None else weights_N
     rows, each = head_VD.shape[0], targets_N.shape[0] // shards
-    count = -(-each // _slice_tokens(rows))
+    count = -(-each // _slice_tokens(rows * hidden_ND.dtype.itemsize))
     length = -(-each // count)
 
     def sliced(x: jax.Array) -> jax.Array:
@@ -96,9 +96,9 @@ def linear_cross_entropy(
     return loss(hidden_ND, head_VD, targets_N, weights.astype(jnp.float32))
 
 
-def _slice_tokens(rows: int) -> int:
+def _slice_tokens(token_bytes: int) -> int:
     allowance = CPU_SLICE_BYTES if jax.default_backend() == "cpu" else SLICE_BYTES
-    return max(SLICE_TOKENS, allowance // (4 * rows))
+    return max(SLICE_TOKENS, allowance // token_bytes)
 
 
 def _losses(
@@ -112,7 +112,10 @@ def _losses(
     gradients: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Losses of a slice, and the gradient of its logits in the dtype of the hidden states."""
-    logits = jnp.einsum("pld,vd->plv", hidden_PLD, head_VD, preferred_element_type=jnp.float32)
+    # Sums are fp32 and results are written in the dtype of the hidden states, half the memory to
+    # read again. Without the barrier a compiler may join the product and the cast.
+    written = jax.lax.optimization_barrier(jnp.einsum("pld,vd->plv", hidden_PLD, head_VD))
+    logits = written.astype(jnp.float32)
     slope = None
     if cap is not None:
         tanh = jnp.tanh(logits / cap)

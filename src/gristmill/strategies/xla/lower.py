@@ -24,7 +24,7 @@ from gristmill.models.loss import unpacked
 from gristmill.strategies.xla.attention import Places, attend
 from gristmill.strategies.xla.graph import Traced, attention, block_edge
 from gristmill.strategies.xla.loss import linear_cross_entropy
-from gristmill.strategies.xla.operations import LOWERINGS, Result, aten
+from gristmill.strategies.xla.operations import DTYPES, LOWERINGS, Result, aten
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,20 @@ class Lowered:
             else:
                 values[node] = _evaluate(node, number, values, context)
         raise AssertionError("a graph ends with its output")
+
+    def casts(self) -> list[Any]:
+        """For each input, the dtype in which alone it is used, if that is not its own."""
+        found = []
+        for node in self.nodes:
+            if node.op != "placeholder":
+                break
+            targets = {
+                user.meta["val"].dtype if user.target is aten._to_copy.default else None
+                for user in node.users
+            }
+            only = targets.pop() if len(targets) == 1 else None
+            found.append(None if only is None else DTYPES[only])
+        return found
 
     def _policy(self, node: Node, context: Context) -> Any:
         """How the block that begins with a node is recomputed, if one does and is."""

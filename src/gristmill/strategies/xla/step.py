@@ -1,5 +1,6 @@
 """A whole training step as one function for XLA to compile.
 
+    weights         cast to the dtype of the computation, once for all micro-batches
     micro-batches   forward and backward, one after the other in a scan; gradients summed in fp32
     decision        `strategies/step.py`: norm, clipping, skipping
     update          the step of the run's own optimizer
@@ -187,18 +188,24 @@ class Programs:
         ) -> Any:
             scale = 1.0 / controls.loss_tokens
 
+            used = _cast(weights, loss.casts())
+
+            def one(number: Any, batch: Batches) -> tuple[Weights, jax.Array]:
+                key = jax.random.fold_in(controls.key, number)
+                found, total = gradient(used, buffers, batch, scale, key)
+                wide = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), found)
+                return sharded(wide), total
+
             def add(carry: Any, piece: Any) -> Any:
                 gradients, total = carry
-                number, batch = piece
-                key = jax.random.fold_in(controls.key, number)
-                more, loss = gradient(weights, buffers, batch, scale, key)
+                more, loss = one(*piece)
                 return (sharded(jax.tree.map(jnp.add, gradients, more)), total + loss), None
 
-            start = (jax.tree.map(jnp.zeros_like, weights), jnp.zeros((), jnp.float32))
-            pieces = (jnp.arange(count), batches)
             if count == 1:
-                (gradients, total), _ = add(start, jax.tree.map(lambda one: one[0], pieces))
+                gradients, total = one(0, {name: batch[0] for name, batch in batches.items()})
             else:
+                start = (jax.tree.map(jnp.zeros_like, weights), jnp.zeros((), jnp.float32))
+                pieces = (jnp.arange(count), batches)
                 (gradients, total), _ = jax.lax.scan(add, start, pieces)
             mean = total / controls.loss_tokens
             squares = sum(jnp.sum(jnp.square(gradient)) for gradient in gradients.values())
@@ -242,6 +249,15 @@ class Programs:
         if not self._recompute.concerns(block):
             return None
         return ALL if self._recompute.kind == "full" else _is_kept
+
+
+def _cast(weights: Weights, dtypes: Sequence[Any]) -> Weights:
+    """Weights in the dtype in which alone a graph uses them, once for all micro-batches."""
+    leaves, spec = jax.tree.flatten(weights)
+    pairs = zip(leaves, dtypes[: len(leaves)], strict=True)
+    return jax.tree.unflatten(
+        spec, [leaf if dtype is None else leaf.astype(dtype) for leaf, dtype in pairs]
+    )
 
 
 def _is_kept(primitive: Any, *inputs: Any, **parameters: Any) -> bool:
