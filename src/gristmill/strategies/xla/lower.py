@@ -2,15 +2,15 @@
 
 Each operation is looked up in `operations.py`, and every result is compared with the shape that
 torch found. An operation that is missing there is an error when a step is built, never a wrong
-number. Random numbers come from a key and the number of their node.
+number. Random numbers come from a key, the number of a block and that of a node.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map_only
 from gristmill.base.errors import UserError
 from gristmill.models.loss import unpacked
 from gristmill.strategies.xla.attention import Places, attend
-from gristmill.strategies.xla.graph import Traced, attention, block_edge
+from gristmill.strategies.xla.blocks import EDGE, Block, parts_of
+from gristmill.strategies.xla.graph import Traced, attention
 from gristmill.strategies.xla.loss import linear_cross_entropy
 from gristmill.strategies.xla.operations import DTYPES, LOWERINGS, Result, aten
 
@@ -41,6 +42,8 @@ class Context:
     """runtime.xla_attention."""
     places: Places | None = None
     """How attention is divided over devices."""
+    scan: bool = False
+    """Whether blocks of one form are a loop."""
     recompute: Callable[[int], Any] | None = None
     """What to keep of a block, by number, as a policy of `jax.checkpoint`; None keeps all."""
 
@@ -51,6 +54,8 @@ class Lowered:
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
         self.nodes = list(traced.graph.nodes)
+        self.numbers = {node: number for number, node in enumerate(self.nodes)}
+        self.parts = parts_of(self.nodes)
         missing = sorted(
             {
                 str(node.target)
@@ -72,17 +77,18 @@ class Lowered:
         assert spec == self.traced.inputs, "called as it was traced"
         values: dict[Node, Any] = {}
         inputs = iter(leaves)
-        rest = iter(enumerate(self.nodes))
-        for number, node in rest:
-            if node.op == "placeholder":
-                values[node] = next(inputs)
-            elif node.op == "output":
-                (found,) = node.args
+        functions = _BlockFunctions(context)
+        for part in self.parts:
+            if isinstance(part, tuple):
+                for blocks in functions.loops(part):
+                    values[blocks[-1].result] = functions.run(blocks, values)
+            elif part.op == "placeholder":
+                values[part] = next(inputs)
+            elif part.op == "output":
+                (found,) = part.args
                 return jax.tree.unflatten(self.traced.outputs, _known(values, found))
-            elif policy := self._policy(node, context):
-                values.update(self._recomputed(number, rest, values, policy, context))
             else:
-                values[node] = _evaluate(node, number, values, context)
+                values[part] = _evaluate(part, self.numbers[part], values, context)
         raise AssertionError("a graph ends with its output")
 
     def casts(self) -> list[Any]:
@@ -99,56 +105,74 @@ class Lowered:
             found.append(None if only is None else DTYPES[only])
         return found
 
-    def _policy(self, node: Node, context: Context) -> Any:
-        """How the block that begins with a node is recomputed, if one does and is."""
-        if node.target is not _EDGE or node.args[2] or context.recompute is None:
-            return None
-        block: Any = node.args[1]
-        return context.recompute(block)
 
-    def _recomputed(
-        self,
-        first: int,
-        rest: Iterator[tuple[int, Node]],
-        values: Mapping[Node, Any],
-        policy: Any,
-        context: Context,
-    ) -> dict[Node, Any]:
-        """The result of a block whose activations the backward pass computes again."""
-        block = [(first, self.nodes[first])]
-        for number, node in rest:
-            block.append((number, node))
-            if node.target is _EDGE and node.args[2]:
-                break
-        # What the block reads from outside (its input, weights, masks) is an argument, by name,
-        # since nodes cannot be sorted as the keys of a tree; only the edge's result leaves the
-        # block. Random numbers follow from the key and a node's number, so the second time they are
-        # the same.
-        inside = {node for _, node in block}
-        last = block[-1][1]
-        needed = [
-            source for node in inside for source in node.all_input_nodes if source not in inside
-        ]
-        given = {node.name: values[node] for node in dict.fromkeys(needed)}
-        names = {node.name: node for node in needed}
+class _BlockFunctions:
+    """Blocks of one form as one function, which JAX traces once for all of them."""
 
-        @partial(jax.checkpoint, policy=None if policy is ALL else policy)
-        def run(given: dict[str, Any]) -> Any:
-            local = {names[name]: value for name, value in given.items()}
-            for number, node in block:
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.known: dict[Any, Callable[..., Any]] = {}
+
+    def loops(self, run: Sequence[Block]) -> list[tuple[Block, ...]]:
+        """The blocks of a run that are one loop: those that recompute alike, or each by itself."""
+        if not self.context.scan:
+            return [(block,) for block in run]
+        return [tuple(blocks) for _, blocks in groupby(run, key=self._policy)]
+
+    def run(self, blocks: Sequence[Block], values: Mapping[Node, Any]) -> Any:
+        """The residual stream after some blocks of one form."""
+        first, *others = blocks
+        key, stream = self.context.key, values[first.inputs[0]]
+        function = self._function(first)
+        rows = [[values[node] for node in block.inputs[1:]] for block in blocks]
+        if not others:
+            return function(_folded(key, first.number), stream, *rows[0])
+        columns = list(zip(*(block.inputs[1:] for block in blocks), strict=True))
+        own = [at for at, column in enumerate(columns) if len(set(column)) > 1]
+        stacked = [jnp.stack([row[at] for row in rows]) for at in own]
+
+        def step(stream: Any, piece: Any) -> Any:
+            number, given = piece
+            inputs = list(rows[0])
+            for at, value in zip(own, given, strict=True):
+                inputs[at] = value
+            return function(_folded(key, number), stream, *inputs), None
+
+        numbers = jnp.array([block.number for block in blocks])
+        return jax.lax.scan(step, stream, (numbers, stacked))[0]
+
+    def _policy(self, block: Block) -> Any:
+        return self.context.recompute(block.number) if self.context.recompute else None
+
+    def _function(self, block: Block) -> Callable[..., Any]:
+        """Random numbers follow from a key and a node's place in its block, so those that are
+        computed a second time are the same."""
+        policy = self._policy(block)
+        found = self.known.get((block.form, policy))
+        if found is not None:
+            return found
+
+        def run(key: Any, *inputs: Any) -> Any:
+            context = replace(self.context, key=key)
+            local = dict(zip(block.inputs, inputs, strict=True))
+            for number, node in enumerate(block.nodes):
                 local[node] = _evaluate(node, number, local, context)
-            return local[last]
+            return local[block.result]
 
-        return {last: run(given)}
+        if policy is not None:
+            # In a loop nothing can be computed once for both passes.
+            options: Any = {} if policy is ALL else {"policy": policy}
+            run = jax.checkpoint(run, prevent_cse=not self.context.scan, **options)
+        self.known[block.form, policy] = jax.jit(run)
+        return self.known[block.form, policy]
 
 
 ALL = object()
 """The policy that keeps nothing but the inputs of a block."""
-_EDGE = block_edge._opoverload
 _ATTENTION = attention._opoverload
 _LOSS = torch.ops.gristmill.linear_cross_entropy.default
 _RANDOM = {aten.bernoulli.p, aten.native_dropout.default}
-_SPECIAL = {_EDGE, _ATTENTION, _LOSS, *_RANDOM, operator.getitem}
+_SPECIAL = {EDGE, _ATTENTION, _LOSS, *_RANDOM, operator.getitem}
 
 
 def _known(values: Mapping[Node, Any], tree: Any) -> Any:
@@ -160,7 +184,7 @@ def _evaluate(node: Node, number: int, values: Mapping[Node, Any], context: Cont
     args, kwargs = _known(values, node.args), _known(values, node.kwargs)
     if node.target is operator.getitem:
         return args[0][args[1]]
-    if node.target is _EDGE:
+    if node.target is EDGE:
         return args[0]
     if node.target is _LOSS:
         hidden, head, bias, *rest = args
@@ -198,3 +222,9 @@ def _evaluate(node: Node, number: int, values: Mapping[Node, Any], context: Cont
 def _key(context: Context, number: int) -> jax.Array:
     assert context.key is not None, "a graph with random numbers is given a key"
     return jax.random.fold_in(context.key, number)
+
+
+def _folded(key: jax.Array | None, block: Any) -> jax.Array | None:
+    """The key of a block."""
+    # Node 0 is an input, which draws nothing.
+    return None if key is None else jax.random.fold_in(jax.random.fold_in(key, 0), block)

@@ -241,8 +241,14 @@ class Programs:
 
     def _context(self, **more: Any) -> Context:
         layout, how = self.placing.layout, self.config.runtime.xla_attention
-        places = self.placing.attention
-        return Context(shards=layout.data, tp=layout.tp, attention=how, places=places, **more)
+        return Context(
+            shards=layout.data,
+            tp=layout.tp,
+            attention=how,
+            places=self.placing.attention,
+            scan=self.config.runtime.compile == "blocks",
+            **more,
+        )
 
     def _policy_of(self, block: int) -> Any:
         """What is kept of a block, for `jax.checkpoint`; None for a block that keeps all."""
