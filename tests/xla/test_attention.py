@@ -16,7 +16,15 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 
 from gristmill.strategies.xla import attention  # noqa: E402
-from gristmill.strategies.xla.attention import Call, Places, attend, blocked, choose, plain, splash
+from gristmill.strategies.xla.attention import (  # noqa: E402
+    Call,
+    Places,
+    attend,
+    blocked,
+    choose,
+    plain,
+    splash,
+)
 
 pytestmark = pytest.mark.xla
 SHAPES = (2, 4, 2, 24, 8)
@@ -114,7 +122,9 @@ def test_splash_is_plain(causal: bool, groups: int) -> None:
     assert_equal(with_gradients(way, inputs), theirs, within=2e-5)
 
 
-CALL = Call((2, 4, 256, 64), (2, 2, 256, 64), jnp.bfloat16, masked=False, dropped=False, causal=True)
+CALL = Call(
+    (2, 4, 256, 64), (2, 2, 256, 64), jnp.bfloat16, masked=False, dropped=False, causal=True
+)
 
 
 @pytest.fixture

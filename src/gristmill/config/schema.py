@@ -157,8 +157,8 @@ class RuntimeConfig(Settings):
     """Compile the model, and the step of Muon, with torch.compile. true makes one graph of the
     whole model; "blocks" compiles one block for all, which takes a time that does not grow with
     depth, but fuses nothing across blocks. If not given, nothing is compiled but on CUDA, where
-    short runs compile blocks. Runs of several processes always do so. On XLA devices, where a step is
-    always compiled, "blocks" makes a loop of the blocks that are alike."""
+    short runs compile blocks. Runs of several processes always do so. On XLA devices, where a step
+    is always compiled, "blocks" makes a loop of the blocks that are alike."""
     cuda_graphs: bool | None = None
     """Record which kernels a pass launches and launch them all at once from then on. The GPU no
     longer waits for the host, which matters to small models; activations keep their memory between

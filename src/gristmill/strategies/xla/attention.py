@@ -372,8 +372,9 @@ def splash(
     interpret: bool = False,
 ) -> jax.Array:
     """The kernel for TPUs, on each device for its own samples and heads."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as lib
+    from jax.experimental.pallas.ops.tpu import splash_attention
 
+    lib: Any = splash_attention
     size = next(n for n in SPLASH_BLOCKS if query_BHTK.shape[2] % n == 0)
     sizes = lib.BlockSizes(
         **dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), size),

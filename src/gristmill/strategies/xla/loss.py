@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
 SLICE_BYTES = 2**28
 """Memory for the logits of a slice on one device, which have the dtype of the hidden states."""
 CPU_SLICE_BYTES = 16 * 2**20

@@ -189,8 +189,9 @@ def _evaluate(node: Node, number: int, values: Mapping[Node, Any], context: Cont
     if node.target is _LOSS:
         hidden, head, bias, *rest = args
         tokens, options, terms = unpacked(rest)
+        inputs: Any = (hidden, head, bias, tokens.targets_N, terms.loss_weights_BT)
         total = linear_cross_entropy(
-            *(hidden, head, bias, tokens.targets_N, terms.loss_weights_BT),
+            *inputs,
             vocab=options.vocab,
             cap=terms.cap,
             shards=context.shards,

@@ -78,7 +78,7 @@ class Programs:
 
     # -------------------------------------------------------------- traced
 
-    def _loss(self, batch: Mapping[str, jax.Array], *, training: bool) -> Lowered:
+    def _loss(self, batch: Mapping[str, Any], *, training: bool) -> Lowered:
         """The summed loss of a micro-batch like this one."""
         model = self.meta_model
         model.train(training)
@@ -119,9 +119,7 @@ class Programs:
             for parameter in optimizer.parameters.values():
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step(divisor=meta(), skip=meta())
-        return {
-            (entry.kind, entry.key): tuple(entry.value.shape) for entry in optimizer.entries()
-        }
+        return {(entry.kind, entry.key): tuple(entry.value.shape) for entry in optimizer.entries()}
 
     def _update(self, settings: Sequence[Mapping[str, Any]]) -> Lowered:
         """The decision about a step, and the step of the optimizer."""
