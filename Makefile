@@ -31,12 +31,13 @@ DEV      := $(VENV)/.installed-dev
 CLUSTER  := $(VENV)/.installed-cluster
 BROWSER  := $(VENV)/.installed-browser
 XLA      := $(VENV)/.installed-xla
+RELEASE  := $(VENV)/.installed-release
 SYSTEM   := slurm-wlm munge openmpi-bin
 BROWSERS := $(or $(GRISTMILL_BROWSER),chromium-headless-shell chromium google-chrome)
 CODE     := src tests docs $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest test-browser test-cluster test-xla check docs bench clean
+.PHONY: help demo test pytest test-browser test-cluster test-xla check docs release lock bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 21
@@ -71,6 +72,13 @@ check: $(DEV) ## lint, formatting, types and the import floors
 
 docs: $(DEV) ## build the documentation into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+release: $(RELEASE) ## build the wheel, try it in a new environment, list what is inside; no upload
+	VENV=$(VENV) .ci/release
+
+lock: $(RELEASE) ## write requirements.lock anew: every dependency with its version and checksum
+	$(BIN)/uv pip compile pyproject.toml -c $(CONSTRAINTS) --universal --python-version 3.11 \
+		--generate-hashes --quiet --custom-compile-command 'make lock' -o requirements.lock
 
 bench: $(RUNTIME) ## run benchmarks/BENCH.py with ARGS; without BENCH, list them
 ifeq ($(strip $(BENCH)),)
@@ -107,6 +115,10 @@ $(DEV): $(BASE) $(INPUTS)
 # JAX needs nothing that the rest does not have, so it shares the environment.
 $(XLA): $(DEV)
 	$(PIP) -c $(CONSTRAINTS) -e '.[xla]'
+	@touch $@
+
+$(RELEASE): $(BASE) $(INPUTS)
+	$(PIP) -c $(CONSTRAINTS) -e '.[release]'
 	@touch $@
 
 # Playwright's own browsers are not needed: the tests look for one that is installed.

@@ -2,6 +2,8 @@
 
     reference/settings.md   the classes of `config/`, their docstrings, types and defaults
     reference/cli.md        the commands as `--help` declares them, and the exit statuses
+    llms.txt                all pages with what each is about
+    run-file.schema.json    the JSON Schema of run files
     the metrics tables      the record classes of `track/metrics.py`, for the tracking guide
 
 `hooks.py` hands them to MkDocs; nothing is written into the working copy. To read one without
@@ -13,9 +15,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
+import json
 import math
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -29,7 +33,7 @@ from gristmill.base.errors import Exit
 from gristmill.base.units import Duration
 from gristmill.cli.main import app
 from gristmill.config import schema
-from gristmill.config.documentation import attribute_docstrings, docstrings
+from gristmill.config.documentation import FileSchema, attribute_docstrings, docstrings
 from gristmill.config.settings import Scheduled
 from gristmill.track import metrics
 
@@ -315,6 +319,62 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/cli.md": cli_page,
 }
 """Pages that do not lie in docs/, by the path they would have there."""
+
+
+# ------------------------------------------------------------------ for programs
+
+
+def schema_file() -> str:
+    """The JSON Schema of run files, as `gristmill config --schema` prints it."""
+    found = schema.RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema)
+    return json.dumps(found, indent=1) + "\n"
+
+
+def page_index(settings: Mapping[str, Any]) -> str:
+    """All pages with what each is about, from the settings of MkDocs: llms.txt, which programs that
+    read documentation look for."""
+    lines = [f"# {settings['site_name']}", "", f"> {settings['site_description']}", ""]
+    lines += [
+        "- [run-file.schema.json](run-file.schema.json): every key of a run file as JSON Schema",
+    ]
+    sections = dict[str, list[str]]()
+    for section, title, page in _pages(settings["nav"]):
+        text = PAGES[page]() if page in PAGES else (DOCS / page).read_text(encoding="utf-8")
+        name, about = _opening(text)
+        target = page.removesuffix(".md") + ".html"
+        sections.setdefault(section, []).append(f"- [{title or name}]({target}): {about}")
+    for section, listed in sections.items():
+        lines += ["", f"## {section}", "", *listed]
+    return "\n".join(lines) + "\n"
+
+
+def _pages(entries: Iterable[Any], section: str = "") -> Iterator[tuple[str, str | None, str]]:
+    """The innermost section, title and path of every page in a navigation."""
+    for entry in entries:
+        if isinstance(entry, str):
+            yield section, None, entry
+            continue
+        ((title, inside),) = entry.items()
+        if isinstance(inside, str):
+            yield section, title, inside
+        else:
+            yield from _pages(inside, title)
+
+
+def _opening(markdown: str) -> tuple[str, str]:
+    """The title of a page, and its first sentence."""
+    title, _, rest = markdown.partition("\n")
+    for paragraph in _CODE.sub("", rest).split("\n\n"):
+        text = _plain(_LINK.sub(r"\1", paragraph))
+        if text and text[0] not in "#|<!-":
+            return title.removeprefix("# "), _SENTENCE.split(text)[0]
+    return title.removeprefix("# "), ""
+
+
+DOCS = Path(__file__).parent
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+_CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_SENTENCE = re.compile(r"(?<=[.:])\s")
 
 
 def main() -> None:

@@ -28,8 +28,14 @@ def _script(name: str) -> ModuleType:
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages that are made from the program."""
-    for path, make in _script("generate").PAGES.items():
+    made = _script("generate")
+    for path, make in made.PAGES.items():
         files.append(File.generated(config, path, content=make()))
+    for path, content in (
+        ("llms.txt", made.page_index(config)),
+        ("run-file.schema.json", made.schema_file()),
+    ):
+        files.append(File.generated(config, path, content=content))
     return files
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from typer.testing import CliRunner
 
 from gristmill.base.errors import UserError
 from gristmill.base.process import ProcessInfo
+from gristmill.cli import doctor
 from gristmill.cli.main import app
 from gristmill.config.load import load_text
 from gristmill.config.rules import check_mesh
 from gristmill.plan.arithmetic import peak_flops
+from gristmill.strategies.xla.backend import VERSIONS, version_fits
 from gristmill.train.build import device_mesh
 
 GPT2 = {
@@ -56,6 +59,7 @@ device = "xla"
         ('parallel.local.every="5 steps"', "parallel.local"),
         ("runtime.kernels=false", "runtime.kernels"),
         ("runtime.compile=true", "runtime.compile"),
+        ("runtime.compile=false", "runtime.compile"),
         ("parallel.sequence=true", "parallel.sequence"),
     ],
 )
@@ -103,6 +107,48 @@ def test_fp8_is_refused() -> None:
     fp8 = ('precision.fp8=["head"]', 'precision.compute="bf16"')
     with pytest.raises(UserError, match=r"needs an NVIDIA GPU, and runtime\.device is 'xla'"):
         load_text(RUN, fp8, place="x")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (("model.dropout=0.1",), "cudnn drops no weights of attention"),
+        (("model.window=8",), "cudnn has no windows"),
+        (('data.documents="masked"',), "cudnn takes no masks"),
+        (('precision.compute="fp32"',), "cudnn computes in bf16"),
+        (('runtime.device="cuda"',), "has no effect on cuda"),
+    ],
+)
+def test_a_kernel_for_attention_that_does_not_fit_is_refused(
+    settings: tuple[str, ...], why: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        load_text(RUN, ('runtime.xla_attention="cudnn"', *settings), place="x")
+    (problem,) = caught.value.problems
+    assert str(problem.where).endswith("runtime.xla_attention")
+    assert why in problem.what
+    load_text(RUN, ('runtime.xla_attention="cudnn"',), place="x")
+
+
+def test_the_versions_of_jax_are_those_of_the_extra() -> None:
+    file = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(file.read_text())["project"]["optional-dependencies"]
+    assert extras["xla"] == [f"jax>={VERSIONS[0]},<{VERSIONS[1]}"]
+    fits = {version: version_fits(version) for version in ("0.10.1", "0.10.2", "0.11.2", "0.12.0")}
+    assert fits == {"0.10.1": False, "0.10.2": True, "0.11.2": True, "0.12.0": False}
+
+
+def test_doctor_says_when_jax_was_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"jax": "0.13.1"}
+    monkeypatch.setattr(doctor, "version", installed.get)
+    for check in ("_device", "_machine", "_calibration"):
+        monkeypatch.setattr(doctor, check, lambda: iter(()))
+    (finding,) = [one for one in doctor.examine() if one.name == "extra xla"]
+    assert not finding.good
+    assert finding.what == "jax 0.13.1, which was not tested: from 0.10.2 to below 0.12 is"
+    installed["jax"] = "0.11.2"
+    (finding,) = [one for one in doctor.examine() if one.name == "extra xla"]
+    assert finding.good and finding.what == "jax 0.11.2"
 
 
 def test_the_mesh_is_one_of_devices() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -131,3 +132,19 @@ def test_what_the_page_on_the_architecture_names_is_there() -> None:
         assert re.search(rf"^(class|def) {name}\b", code, re.MULTILINE), (path, name)
     for path in re.findall(r"`([\w/]+\.py)`", text):
         assert (ROOT / "src/gristmill" / path).is_file(), path
+
+
+def test_the_index_for_programs_lists_every_page() -> None:
+    index = GENERATE.page_index(settings())
+    assert index.startswith("# Gristmill\n\n> Text in")
+    for page in in_navigation(settings()["nav"]):
+        link = f"({page.removesuffix('.md')}.html): "
+        (line,) = [line for line in index.splitlines() if link in line]
+        assert line.partition("): ")[2], f"{page} says nothing of itself"
+
+
+def test_the_schema_is_one_of_run_files() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads(GENERATE.schema_file())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert set(schema["properties"]) >= {"model", "data", "train", "optim", "precision"}

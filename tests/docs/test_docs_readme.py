@@ -43,7 +43,8 @@ def test_every_verb_of_the_tour_runs(
 def test_the_run_folder_is_drawn_as_it_is(tmp_path: Path) -> None:
     from gristmill.track.folder import RunFolder
 
-    drawing = README.partition("runs/tour/\n")[2].partition("```")[0]
+    page = (ROOT / "docs/guides/run-folder.md").read_text(encoding="utf-8")
+    drawing = page.partition("runs/tour/\n")[2].partition("```")[0]
     folder = RunFolder(tmp_path)
     places = (
         *(folder.settings, folder.origin, folder.environment, folder.log, folder.metrics),

@@ -307,7 +307,7 @@ def test_it_generates_and_is_evaluated(known: None, tokens: Path, tmp_path: Path
         (('data.documents="masked"',), "data.documents: needs attention masks for packed"),
         (("train.sampled_softmax=64",), "train.sampled_softmax: needs a sampled softmax"),
         (("train.mtp=0.5",), "train.mtp: needs a loss of the token after"),
-        (('precision.fp8=["head"]', 'precision.compute="bf16"'), "needs an output head in fp8"),
+        (('precision.fp8=["head"]', 'precision.compute="bf16"'), "needs products in fp8"),
     ],
 )
 def test_what_it_cannot_do_is_refused_when_the_file_is_read(

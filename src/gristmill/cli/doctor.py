@@ -22,6 +22,7 @@ from gristmill.bench.finding import Finding
 from gristmill.distributed.device import Device, select_device
 from gristmill.plan.calibration import read_calibrations
 from gristmill.plan.hardware import open_hardware
+from gristmill.strategies.xla.backend import VERSIONS, version_fits
 from gristmill.train.environment import version
 
 _EXTRAS = {
@@ -57,7 +58,11 @@ def examine() -> Iterator[Finding]:
         installed = version(package)
         what = f"{package} {installed}" if installed else f"not installed ({purpose}; optional)"
         remedy = None if installed else f"pip install 'gristmill[{extra}]'"
-        yield Finding(f"extra {extra}", what, True, remedy)
+        good = package != "jax" or installed is None or version_fits(installed)
+        if not good:
+            what += f", which was not tested: from {VERSIONS[0]} to below {VERSIONS[1]} is"
+            remedy = f"pip install 'jax>={VERSIONS[0]},<{VERSIONS[1]}'"
+        yield Finding(f"extra {extra}", what, good, remedy)
 
 
 def _device() -> Iterator[Finding]:

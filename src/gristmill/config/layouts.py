@@ -40,7 +40,10 @@ _ELSEWHERE = 'leave it out, or train on "cuda" or "cpu"'
 def xla_fits(config: RunConfig) -> Iterator[Problem]:
     """Everything that XLA devices cannot do, or would ignore."""
     if config.runtime.device != "xla":
+        if config.runtime.xla_attention != "auto":
+            yield no_effect("runtime.xla_attention", f"on {config.runtime.device}")
         return
+    yield from _attention_fits(config)
     model, parallel, precision = config.model, config.parallel, config.precision
     if not isinstance(model, GPTConfig):
         what = f"XLA devices train our own GPT, and not {model.kind} models"
@@ -70,13 +73,32 @@ def xla_fits(config: RunConfig) -> Iterator[Problem]:
         "parallel.sequence": parallel.sequence is not None,
         "parallel.compare": parallel.compare is not None,
         "precision.reduce": precision.reduce is not None,
-        "runtime.compile": config.runtime.compile is not None,
+        "runtime.compile": config.runtime.compile not in (None, "blocks"),
         "runtime.kernels": not config.runtime.kernels,
         "runtime.offload": config.runtime.offload is not None,
         "runtime.cuda_graphs": bool(config.runtime.cuda_graphs),
     }.items():
         if given:
             yield no_effect(path, compiler)
+
+
+def _attention_fits(config: RunConfig) -> Iterator[Problem]:
+    """A kernel that was asked for can compute the attention of this model."""
+    model, how = config.model, config.runtime.xla_attention
+    if how not in ("cudnn", "splash") or not isinstance(model, GPTConfig):
+        return
+    for found, what in (
+        (model.attention_drop > 0, "drops no weights of attention, as model.attention_drop asks"),
+        (model.short_window is not None, "has no windows, as model.window asks"),
+        (config.masks_documents, "takes no masks, as data.documents asks"),
+        (
+            how == "cudnn" and config.precision.compute == "fp32",
+            "computes in bf16, and precision.compute is 'fp32'",
+        ),
+    ):
+        if found:
+            remedy = 'leave it out, or set it to "blocked"'
+            yield Problem(f"{how} {what}", "runtime.xla_attention", remedy)
 
 
 def layout_problems(config: RunConfig, *, processes: int | None = None) -> Iterator[Problem]:

@@ -167,13 +167,20 @@ class RuntimeConfig(Settings):
     """Compile the model, and the step of Muon, with torch.compile. true makes one graph of the
     whole model; "blocks" compiles one block for all, which takes a time that does not grow with
     depth, but fuses nothing across blocks. If not given, nothing is compiled but on CUDA, where
-    short runs compile blocks. Runs of several processes always do so."""
+    short runs compile blocks. Runs of several processes always do so. On XLA devices, where a step
+    is always compiled, "blocks" makes a loop of the blocks that are alike."""
     cuda_graphs: bool | None = None
     """Record which kernels a pass launches and launch them all at once from then on. The GPU no
     longer waits for the host, which matters to small models; activations keep their memory between
     steps. Needs one compiled micro-batch per step in one process. If not given, small models do."""
     kernels: bool = True
     """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
+    xla_attention: Literal["auto", "plain", "blocked", "cudnn", "splash"] = "auto"
+    """How attention is computed on XLA devices. plain: all scores at once. blocked: those of some
+    positions at a time, and again in the backward pass, so that memory does not grow with the
+    square of data.sequence. cudnn: the kernels of cuDNN, on NVIDIA GPUs in bf16. splash: JAX's
+    kernel for TPUs. The last two take no masks (packed documents, windows) and no dropout. auto:
+    the kernel of the device where it can be used, else blocked; plain on the CPU."""
     offload: Literal["optimizer"] | None = None
     """Keep the optimizer's state in host memory and step there: saves 8 bytes of GPU memory for
     each parameter held, costs time in every step. With AdamW only."""

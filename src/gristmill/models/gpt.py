@@ -5,8 +5,8 @@
 A model may be a shard: some of the layers, and a part of each. Parameters keep the names they have
 in the whole model.
 
-Each parameter is drawn from its own generator, seeded by the run's seed and the parameter's name,
-so initial weights do not depend on the order of creation or the sharding. Output projections of
+Initial weights depend on the run's seed and the parameter's name alone (see `drawing`), not on the
+device, the order of creation or the sharding. Output projections of
 attention and MLP have their standard deviation divided by sqrt(2 layers), as in GPT-2.
 
 Shapes: B samples, T positions, D width, V vocabulary.
@@ -23,9 +23,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
-from gristmill.base.tensor_slices import split_slices
+from gristmill.base.tensor_slices import TensorSlice, split_slices
 from gristmill.config.model import GPTConfig, Role
 from gristmill.config.resolve import padded
+from gristmill.models.drawing import fill_normal
 from gristmill.models.layers import (
     DOCUMENT_BLOCK,
     Block,
@@ -51,7 +52,6 @@ from gristmill.models.spec import (
     SlotMemory,
     Split,
     document_mask,
-    seeded_generator,
 )
 from gristmill.plan.arithmetic import TokenCost, token_cost
 
@@ -201,37 +201,40 @@ class GPT(CausalLM):
 
     # -------------------------------------------------------------- initialisation
 
+    @torch.no_grad()
     def initialise(self, seed: int, names: Iterable[str] | None = None) -> None:
         """Normal matrices and embeddings, zero biases, unit gains."""
         splits, shapes, shard = self.splits(), self.whole_shapes(), self.shard
         for name in dict(self.named_parameters()) if names is None else names:
             parameter, shape = self.get_parameter(name), shapes[name]
-            value = self._initial(self.canonical_name(name), shape, seed, parameter.device)
+            canonical = self.canonical_name(name)
+            std = self._initial_std(canonical, len(shape))
+            parameter.fill_(1 if std is None else 0)
+            if not std:
+                continue
+            drawn = TensorSlice.whole(shape)
+            if canonical in ("embedding.weight", "head.weight"):
+                # Rows that pad the vocabulary stay zero.
+                drawn = drawn.narrow(0, 0, self.vocab)
             split = splits.get(name, Split(0, (shape[0],)))
             rank, ranks = (shard.tp_rank, shard.tp_size) if name in splits else (0, 1)
-            with torch.no_grad():
-                for piece in split_slices(
-                    shape, dim=split.dim, parts=split.parts, rank=rank, ranks=ranks
-                ):
-                    parameter[piece.local.slices] = value[piece.whole.slices]
+            for piece in split_slices(
+                shape, dim=split.dim, parts=split.parts, rank=rank, ranks=ranks
+            ):
+                if region := piece.whole.intersect(drawn):
+                    local = region.relative_to(piece.whole).shift(piece.local.begin)
+                    fill_normal(
+                        parameter[local.slices],
+                        std,
+                        seed=seed,
+                        name=canonical,
+                        shape=shape,
+                        region=region,
+                    )
 
     def reset_buffers(self) -> None:
         if self.rotary is not None:
             self.rotary.fill()
-
-    def _initial(
-        self, name: str, shape: tuple[int, ...], seed: int, device: torch.device
-    ) -> torch.Tensor:
-        """Initial values of a whole parameter; padding rows of the vocabulary are zero."""
-        std = self._initial_std(name, len(shape))
-        if std is None:
-            return torch.ones(shape, device=device)
-        value = torch.zeros(shape, device=device)
-        if std:
-            generator = seeded_generator(seed, name, device)
-            drawn = value[: self.vocab] if name in ("embedding.weight", "head.weight") else value
-            drawn.normal_(0.0, std, generator=generator)
-        return value
 
     def _initial_std(self, name: str, dims: int) -> float | None:
         """Initial standard deviation of a parameter; None for gains, which start at one."""

@@ -27,6 +27,7 @@ from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.hf import HFConfig, model_type
 from gristmill.config.model import Role
+from gristmill.models.drawing import drawing
 from gristmill.models.families import open_foreign
 from gristmill.models.hf_classes import (
     block_names_of,
@@ -212,8 +213,8 @@ class HFModel(CausalLM):
 
     @torch.no_grad()
     def initialise(self, seed: int, names: Iterable[str] | None = None) -> None:
-        """As transformers draws them; each module draws from a generator of its own, seeded by the
-        run's seed and the module's name."""
+        """As transformers draws them, with numbers that depend on the run's seed and the module's
+        name alone."""
         own = dict(self.named_parameters(remove_duplicate=False))
         chosen = set(own if names is None else names)
         for name in chosen:
@@ -223,7 +224,7 @@ class HFModel(CausalLM):
             inside = [f"{name}.{one}" for one, _ in module.named_parameters()]
             direct = [f"{name}.{one}" for one, _ in module.named_parameters(recurse=False)]
             if (inside and chosen.issuperset(inside)) or (direct and chosen.issuperset(direct)):
-                with _seeded(f"{seed}:{name}", self.device):
+                with _seeded(f"{seed}:{name}", self.device), drawing(seed, name):
                     self.inner._init_weights(module)
         left = [name for name in chosen if own[name].isnan().any()]
         if left:
@@ -300,7 +301,8 @@ def _plain_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, terms: LossT
 
 @contextmanager
 def _seeded(text: str, device: torch.device) -> Iterator[None]:
-    """The default generators, seeded by a text, and afterwards as they were."""
+    """The default generators, seeded by a text, and afterwards as they were: for what few models
+    draw by other functions than most."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"))

@@ -26,13 +26,13 @@ from torch.nn import functional
 from gristmill.base.errors import UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.lora import LoraConfig
+from gristmill.models.drawing import fill_uniform
 from gristmill.models.spec import (
     ADAPTER_PARTS,
     CausalLM,
     block_linears,
     is_transposed,
     linear_shapes,
-    seeded_generator,
 )
 from gristmill.models.weights import TensorParts, Weights
 
@@ -71,8 +71,7 @@ def draw_adapters(model: CausalLM, seed: int, names: Iterable[str]) -> None:
                 parameter.zero_()
             else:
                 bound = 1 / math.sqrt(parameter.shape[1])
-                generator = seeded_generator(seed, name, parameter.device)
-                parameter.uniform_(-bound, bound, generator=generator)
+                fill_uniform(parameter, -bound, bound, seed=seed, name=name)
 
 
 def keep_frozen_in(model: CausalLM, dtype: torch.dtype) -> None:

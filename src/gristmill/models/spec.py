@@ -17,7 +17,6 @@ Shapes: B samples, T positions, D width, V vocabulary, H heads, K head width.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,14 +82,6 @@ class Loss(NamedTuple):
 
 ADAPTER_PARTS = ("lora_a", "lora_b")
 """What the parameters of an adapter are called, beside those of their layer."""
-
-
-def seeded_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    """What the initial values of a parameter are drawn from."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator(device)
-    generator.manual_seed(int.from_bytes(digest[:7], "little"))
-    return generator
 
 
 # ------------------------------------------------------------------ sharded models

@@ -34,7 +34,7 @@ from gristmill.checkpoint.state import identity_changes, restore
 from gristmill.checkpoint.state_file import STATE
 from gristmill.config.load import changed_settings, dump_run
 from gristmill.config.parallel import Mesh
-from gristmill.tokens.format import common_tasks
+from gristmill.tokens.format import common_tasks, program_version
 from gristmill.track.folder import RunFolder
 from gristmill.track.metrics import cut_metrics, validation_loss
 from gristmill.train.assemble import BuiltRun
@@ -176,7 +176,8 @@ def _fit_folder(run: BuiltRun) -> list[str]:
             notes += [f"changed: {line}" for line in changed]
         except (ValueError, RecursionError) as error:
             notes.append(_set_aside(folder.settings, str(error)))
-    write_atomic(folder.settings, dump_run(run.config))
+    written = f"# by {program_version()}; what each key means: gristmill config --schema\n"
+    write_atomic(folder.settings, written + dump_run(run.config))
     earlier = folder.origin.read_bytes() if folder.origin.is_file() else b""
     typed = f"{timestamp()}  {shlex.join(sys.argv)}\n{folder.translation}"
     write_atomic(folder.origin, earlier + utf8(typed))

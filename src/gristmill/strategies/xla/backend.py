@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -20,11 +21,23 @@ from gristmill.config.parallel import ParallelConfig
 from gristmill.config.schema import RuntimeConfig
 
 _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+VERSIONS = ("0.10.2", "0.12")
+"""The first release of JAX that was tested, and the first that was not."""
 ABORT_SECONDS = 60.0
 """How long our monitor may take to name a host that is lost, before JAX ends the process."""
 
 _joined: list[ProcessInfo] = []
 """How this process has joined the others, if it has."""
+
+
+def version_fits(installed: str) -> bool:
+    """Whether a release of JAX is one of those in `VERSIONS`."""
+    first, end = map(_numbers, VERSIONS)
+    return first <= _numbers(installed) < end
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def start_xla(

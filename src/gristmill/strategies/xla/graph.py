@@ -8,14 +8,15 @@ code that is traced knows about it.
 Some functions are replaced while they are traced:
 
     scaled_dot_product_attention       one operation of its own, not its parts for some device
-    _fused_adam(w)_, _fused_sgd_       the same arithmetic in plain operations, which XLA fuses
+    rms_norm                           one operation, so that it has a derivative of its own
+    _fused_adam(w)_                    one operation for each parameter, which torch traces once
+    _fused_sgd_                        the same arithmetic in plain operations, which XLA fuses
     the forward of a block             between two edges, so that it can be recomputed as a whole
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,9 +53,16 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
         outputs.append(spec)
         return found
 
-    with torch.no_grad(), _Replaced():
+    with replaced():
         module = make_fx(dispatch_functionalize(flat))(*leaves)
     return Traced(module.graph, inputs, outputs[0])
+
+
+@contextlib.contextmanager
+def replaced() -> Iterator[None]:
+    """Compute with meta tensors as `trace` does, but record nothing, which takes far less time."""
+    with torch.no_grad(), _Replaced():
+        yield
 
 
 def meta(shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -95,6 +103,46 @@ def _(x: torch.Tensor, block: int, end: bool) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("gristmill::rms_norm", mutates_args=())
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension; only ever traced."""
+    raise NotImplementedError
+
+
+@rms_norm.register_fake
+def _(x: torch.Tensor, *others: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("gristmill::adamw", mutates_args=())
+def adamw(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    average: torch.Tensor,
+    square: torch.Tensor,
+    step: torch.Tensor,
+    lr: torch.Tensor,
+    divisor: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    settings: Sequence[float],
+    decoupled: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A parameter and its two averages after a step; only ever traced. `settings`: both betas,
+    epsilon and weight decay."""
+    raise NotImplementedError
+
+
+@adamw.register_fake
+def _(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    average: torch.Tensor,
+    square: torch.Tensor,
+    *others: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(parameter), torch.empty_like(average), torch.empty_like(square)
+
+
 @contextlib.contextmanager
 def marked_blocks(model: CausalLM) -> Iterator[None]:
     """While a model is traced, mark where its blocks begin and end."""
@@ -133,6 +181,16 @@ def _attention(
     return attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
+def _rms_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    assert len(normalized_shape) == 1, "norms are over the last dimension"
+    return rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+
+
 def _adamw_(
     parameters: Tensors,
     gradients: Tensors,
@@ -154,22 +212,16 @@ def _adamw_(
 ) -> None:
     """What torch's fused kernels of AdamW and, if not `decoupled`, of Adam do."""
     assert not amsgrad and not maximize
+    rate = torch.as_tensor(lr, device="meta")
     for parameter, gradient, average, square, step in zip(
         parameters, gradients, averages, squares, steps, strict=True
     ):
-        g = gradient if grad_scale is None else gradient / grad_scale
-        decayed = parameter * (1 - lr * weight_decay) if decoupled else parameter
-        g = g if decoupled else g + weight_decay * parameter
-        m, v = torch.lerp(g, average, beta1), torch.lerp(g * g, square, beta2)
-        moved = decayed - lr / _correction(beta1, step) * m / (
-            v.sqrt() / _correction(beta2, step).sqrt() + eps
+        moved = adamw(
+            *(parameter, gradient, average, square, step, rate, grad_scale, found_inf),
+            *([beta1, beta2, eps, weight_decay], decoupled),
         )
-        _store((parameter, moved), (average, m), (square, v), skip=found_inf)
-
-
-def _correction(beta: float, step: torch.Tensor) -> torch.Tensor:
-    """1 - beta^step, without the rounding error of a power that is close to 1."""
-    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
+        for old, new in zip((parameter, average, square), moved, strict=True):
+            old.copy_(new)
 
 
 def _sgd_(
@@ -214,6 +266,7 @@ class _Replaced(TorchFunctionMode):
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     functional.scaled_dot_product_attention: _attention,
+    functional.rms_norm: _rms_norm,
     torch._fused_adamw_: _adamw_,
     torch._fused_adam_: partial(_adamw_, decoupled=False),
     torch._fused_sgd_: _sgd_,

@@ -1,8 +1,6 @@
-"""The loss of a model and its attention in JAX, which torch's graphs hold as one operation each.
+"""The loss of a model in JAX, which torch's graphs hold as one operation.
 
-Shapes of attention: B samples, G key and value heads, R query heads that share one of them, T
-queries, S keys, K head width. Of the loss: P shards of the batch, L tokens of a slice in each, D
-width, V rows of the head.
+Shapes: N tokens, P shards of the batch, L tokens of a slice in each, D width, V rows of the head.
 """
 
 from __future__ import annotations
@@ -13,44 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-def attend(
-    query_BHTK: jax.Array,
-    key_BGSK: jax.Array,
-    value_BGSK: jax.Array,
-    mask: jax.Array | None,
-    dropout: float,
-    causal: bool,
-    scale: float,
-    *,
-    key: jax.Array | None,
-) -> jax.Array:
-    """Attention, multi-head or grouped-query, with scores in fp32. `mask` is true where a query
-    sees a key. `key`: for dropout, if there is any."""
-    samples, _, queries, width = query_BHTK.shape
-    groups, keys = key_BGSK.shape[1:3]
-    query_BGRTK = query_BHTK.reshape(samples, groups, -1, queries, width)
-    scores = jnp.einsum(
-        "bgrtk,bgsk->bgrts", query_BGRTK, key_BGSK, preferred_element_type=jnp.float32
-    )
-    scores = scores * scale
-    if causal:
-        assert queries == keys, "plain causal attention is over whole sequences"
-        scores = jnp.where(jnp.tril(jnp.ones((queries, keys), jnp.bool_)), scores, -jnp.inf)
-    if mask is not None:
-        assert mask.dtype == jnp.bool_, "masks are of booleans"
-        shape = (1,) * (4 - mask.ndim) + mask.shape
-        scores = jnp.where(mask.reshape(*shape[:2], 1, *shape[2:]), scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)
-    if key is not None:
-        kept = jax.random.bernoulli(key, 1 - dropout, weights.shape)
-        weights = jnp.where(kept, weights / (1 - dropout), 0.0)
-    found = jnp.einsum("bgrts,bgsk->bgrtk", weights.astype(value_BGSK.dtype), value_BGSK)
-    return found.reshape(query_BHTK.shape)
-
-
 SLICE_BYTES = 2**28
-"""Memory for the logits of a slice on one device."""
+"""Memory for the logits of a slice on one device, which have the dtype of the hidden states."""
 CPU_SLICE_BYTES = 16 * 2**20
 SLICE_TOKENS = 256
 """Tokens of a slice, at least."""
@@ -80,7 +42,7 @@ def linear_cross_entropy(
     look_up = whole_head and jax.default_backend() == "cpu"
     weights = jnp.ones(targets_N.shape, jnp.float32) if weights_N is None else weights_N
     rows, each = head_VD.shape[0], targets_N.shape[0] // shards
-    count = -(-each // _slice_tokens(rows))
+    count = -(-each // _slice_tokens(rows * hidden_ND.dtype.itemsize))
     length = -(-each // count)
 
     def sliced(x: jax.Array) -> jax.Array:
@@ -133,9 +95,9 @@ def linear_cross_entropy(
     return loss(hidden_ND, head_VD, targets_N, weights.astype(jnp.float32))
 
 
-def _slice_tokens(rows: int) -> int:
+def _slice_tokens(token_bytes: int) -> int:
     allowance = CPU_SLICE_BYTES if jax.default_backend() == "cpu" else SLICE_BYTES
-    return max(SLICE_TOKENS, allowance // (4 * rows))
+    return max(SLICE_TOKENS, allowance // token_bytes)
 
 
 def _losses(
@@ -149,7 +111,10 @@ def _losses(
     gradients: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Losses of a slice, and the gradient of its logits in the dtype of the hidden states."""
-    logits = jnp.einsum("pld,vd->plv", hidden_PLD, head_VD, preferred_element_type=jnp.float32)
+    # Sums are fp32 and results are written in the dtype of the hidden states, half the memory to
+    # read again. Without the barrier a compiler may join the product and the cast.
+    written = jax.lax.optimization_barrier(jnp.einsum("pld,vd->plv", hidden_PLD, head_VD))
+    logits = written.astype(jnp.float32)
     slope = None
     if cap is not None:
         tanh = jnp.tanh(logits / cap)

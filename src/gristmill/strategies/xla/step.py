@@ -1,5 +1,6 @@
 """A whole training step as one function for XLA to compile.
 
+    weights         cast to the dtype of the computation, once for all micro-batches
     micro-batches   forward and backward, one after the other in a scan; gradients summed in fp32
     decision        `strategies/step.py`: norm, clipping, skipping
     update          the step of the run's own optimizer
@@ -30,8 +31,9 @@ from gristmill.optim.build import build_optimizer
 from gristmill.optim.spec import ParameterOptimizer
 from gristmill.strategies.step import decide
 from gristmill.strategies.strategy import StepLimits
+from gristmill.strategies.xla.attention import SAVED
 from gristmill.strategies.xla.device import Placing
-from gristmill.strategies.xla.graph import marked_blocks, meta, trace
+from gristmill.strategies.xla.graph import marked_blocks, meta, replaced, trace
 from gristmill.strategies.xla.lower import ALL, Context, Lowered
 
 Weights = dict[str, jax.Array]
@@ -76,7 +78,7 @@ class Programs:
 
     # -------------------------------------------------------------- traced
 
-    def _loss(self, batch: Mapping[str, jax.Array], *, training: bool) -> Lowered:
+    def _loss(self, batch: Mapping[str, Any], *, training: bool) -> Lowered:
         """The summed loss of a micro-batch like this one."""
         model = self.meta_model
         model.train(training)
@@ -111,19 +113,13 @@ class Programs:
 
     def _state_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """The shapes of all optimizer state, found by a step that computes nothing."""
-        found: dict[tuple[str, str], tuple[int, ...]] = {}
-
-        def step(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-            optimizer = self._optimizer(weights)
+        weights = {name: meta(shape) for name, shape in self.shapes.items()}
+        optimizer = self._optimizer(weights)
+        with replaced():
             for parameter in optimizer.parameters.values():
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step(divisor=meta(), skip=meta())
-            entries = list(optimizer.entries())
-            found.update({(entry.kind, entry.key): tuple(entry.value.shape) for entry in entries})
-            return [entry.value for entry in entries]
-
-        trace(step, {name: meta(shape) for name, shape in self.shapes.items()})
-        return found
+        return {(entry.kind, entry.key): tuple(entry.value.shape) for entry in optimizer.entries()}
 
     def _update(self, settings: Sequence[Mapping[str, Any]]) -> Lowered:
         """The decision about a step, and the step of the optimizer."""
@@ -165,12 +161,14 @@ class Programs:
     def step(self, batches: Batches, controls: Controls) -> Any:
         """One step over micro-batches of this form, to be compiled; it returns weights, state, and
         a vector: loss, gradient norm, skipped, signals."""
-        first = {name: batch[0] for name, batch in batches.items()}
+        first = {
+            name: jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
+            for name, batch in batches.items()
+        }
         loss = self._loss(first, training=True)
         update = self._update(controls.settings)
         place, count = self.placing, next(iter(batches.values())).shape[0]
-        layout = place.layout
-        context = partial(Context, shards=layout.data, tp=layout.tp, recompute=self._policy_of)
+        context = partial(self._context, recompute=self._policy_of)
 
         def micro_loss(
             weights: Weights, buffers: Weights, batch: Batches, scale: jax.Array, key: jax.Array
@@ -188,18 +186,24 @@ class Programs:
         ) -> Any:
             scale = 1.0 / controls.loss_tokens
 
+            used = _cast(weights, loss.casts())
+
+            def one(number: Any, batch: Batches) -> tuple[Weights, jax.Array]:
+                key = jax.random.fold_in(controls.key, number)
+                found, total = gradient(used, buffers, batch, scale, key)
+                wide = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), found)
+                return sharded(wide), total
+
             def add(carry: Any, piece: Any) -> Any:
                 gradients, total = carry
-                number, batch = piece
-                key = jax.random.fold_in(controls.key, number)
-                more, loss = gradient(weights, buffers, batch, scale, key)
+                more, loss = one(*piece)
                 return (sharded(jax.tree.map(jnp.add, gradients, more)), total + loss), None
 
-            start = (jax.tree.map(jnp.zeros_like, weights), jnp.zeros((), jnp.float32))
-            pieces = (jnp.arange(count), batches)
             if count == 1:
-                (gradients, total), _ = add(start, jax.tree.map(lambda one: one[0], pieces))
+                gradients, total = one(0, {name: batch[0] for name, batch in batches.items()})
             else:
+                start = (jax.tree.map(jnp.zeros_like, weights), jnp.zeros((), jnp.float32))
+                pieces = (jnp.arange(count), batches)
                 (gradients, total), _ = jax.lax.scan(add, start, pieces)
             mean = total / controls.loss_tokens
             squares = sum(jnp.sum(jnp.square(gradient)) for gradient in gradients.values())
@@ -226,16 +230,44 @@ class Programs:
     def evaluation(self, batch: Batches) -> Any:
         """The summed loss of one batch, to be compiled."""
         loss = self._loss(batch, training=False)
-        layout = self.placing.layout
-        context = Context(shards=layout.data, tp=layout.tp)
+        context = self._context()
 
         def run(weights: Weights, buffers: Weights, batch: Batches) -> jax.Array:
             return loss(weights, buffers, batch, context=context)
 
         return jax.jit(run, out_shardings=self.placing.replicated)
 
+    def _context(self, **more: Any) -> Context:
+        layout, how = self.placing.layout, self.config.runtime.xla_attention
+        return Context(
+            shards=layout.data,
+            tp=layout.tp,
+            attention=how,
+            places=self.placing.attention,
+            scan=self.config.runtime.compile == "blocks",
+            **more,
+        )
+
     def _policy_of(self, block: int) -> Any:
         """What is kept of a block, for `jax.checkpoint`; None for a block that keeps all."""
         if not self._recompute.concerns(block):
             return None
-        return ALL if self._recompute.kind == "full" else jax.checkpoint_policies.dots_saveable
+        return ALL if self._recompute.kind == "full" else _is_kept
+
+
+def _cast(weights: Weights, dtypes: Sequence[Any]) -> Weights:
+    """Weights in the dtype in which alone a graph uses them, once for all micro-batches."""
+    leaves, spec = jax.tree.flatten(weights)
+    pairs = zip(leaves, dtypes[: len(leaves)], strict=True)
+    return jax.tree.unflatten(
+        spec, [leaf if dtype is None else leaf.astype(dtype) for leaf, dtype in pairs]
+    )
+
+
+def _is_kept(primitive: Any, *inputs: Any, **parameters: Any) -> bool:
+    """Selective recomputation keeps matrix products and attention."""
+    if jax.checkpoint_policies.dots_saveable(primitive, *inputs, **parameters):
+        return True
+    # Attention of cuDNN is an operation of its own; the others name what is to be kept.
+    named = primitive.name == "name" and parameters.get("name") == SAVED
+    return named or primitive.name.startswith("dot_product_attention_fwd")

@@ -1,0 +1,109 @@
+"""Initial weights: a function of seed, name and place, with the right distribution."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+import torch
+
+from gristmill.base.tensor_slices import TensorSlice
+from gristmill.models import drawing as module
+from gristmill.models.drawing import drawing, fill_normal, fill_uniform
+
+
+def reference(seed: int, name: str, place: int) -> tuple[int, int]:
+    """Part of a number and 23 bits of its place there: SplitMix64 with Python's integers."""
+    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
+    bits = (place * 0x9E3779B97F4A7C15 + key) % 2**64
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+    bits ^= bits >> 31
+    return bits >> 48, bits >> 24 & (1 << 23) - 1
+
+
+def test_numbers_are_those_of_the_definition() -> None:
+    drawn = torch.empty(40, 5)
+    fill_normal(drawn, 1.0, seed=3, name="blocks.0.mlp.up.weight")
+    for place, value in enumerate(drawn.flatten().tolist()):
+        part, inside = reference(3, "blocks.0.mlp.up.weight", place)
+        # Their share of the distribution below, to less than a part.
+        below = math.erfc(-value / math.sqrt(2)) / 2
+        assert below == pytest.approx((part + inside / 2**23) / 2**16, abs=2**-19)
+
+
+def test_the_distribution_is_normal() -> None:
+    drawn = torch.empty(1 << 21)
+    fill_normal(drawn, 1.0, seed=4, name="w")
+    shares = torch.special.ndtr(drawn.double().sort().values)
+    wanted = (torch.arange(1 << 21).double() + 0.5) / (1 << 21)
+    # Kolmogorov and Smirnov: beyond this once in a million.
+    assert (shares - wanted).abs().max() < 2.7 / math.sqrt(1 << 21)
+    assert 4.3 < drawn.abs().max() < 4.63
+    beyond = (drawn.abs() > 3).double().mean()
+    assert beyond.item() == pytest.approx(0.0026998, rel=0.05)
+
+
+def test_moments_and_independence() -> None:
+    one, other = torch.empty(1 << 19), torch.empty(1 << 19)
+    fill_normal(one, 2.0, seed=1, name="a")
+    fill_normal(other, 2.0, seed=1, name="b")
+    for drawn in (one, other):
+        scaled = drawn.double() / 2
+        assert abs(scaled.mean()) < 0.006
+        assert scaled.square().mean().item() == pytest.approx(1, abs=0.01)
+        assert scaled.pow(4).mean().item() == pytest.approx(3, abs=0.06)
+        assert abs((scaled[1:] * scaled[:-1]).mean()) < 0.006
+    assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1]) < 0.006
+    fill_uniform(one, -3.0, 1.0, seed=1, name="a")
+    assert -3 < one.min() < -2.999 and 0.999 < one.max() < 1
+    assert one.mean().item() == pytest.approx(-1, abs=0.01)
+
+
+def test_a_region_has_what_the_whole_has_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.empty(30, 7, 3)
+    fill_normal(whole, 0.5, seed=9, name="weight")
+    region = TensorSlice((4, 2, 1), (29, 6, 3))
+    monkeypatch.setattr(module, "_SMALL_CHUNK", 50)
+    part = torch.empty(25, 8, 2)[:, ::2]
+    fill_normal(part, 0.5, seed=9, name="weight", shape=(30, 7, 3), region=region)
+    assert torch.equal(part, whole[region.slices])
+
+
+def test_torchs_default_format_changes_nothing() -> None:
+    """Libraries set it while they build a model."""
+    usual, other = torch.empty(40, 5), torch.empty(40, 5)
+    fill_normal(usual, 1.0, seed=3, name="w")
+    module._parts.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        fill_normal(other, 1.0, seed=3, name="w")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(usual, other)
+
+
+def test_a_sequence_longer_than_32_bits_goes_on() -> None:
+    """Places beyond 2^32 are new numbers."""
+    shape, rows = (1 << 34, 8), torch.empty(3, 8)
+    begins, found = [0, 1 << 29, 1 << 33], set()
+    for begin in begins:
+        region = TensorSlice((begin, 0), (begin + 3, 8))
+        fill_normal(rows, 1.0, seed=1, name="table", shape=shape, region=region)
+        found |= set(rows.flatten().tolist())
+    assert len(found) == 72
+
+
+def test_code_of_others_draws_the_same_numbers() -> None:
+    state = torch.get_rng_state()
+    own, theirs = torch.empty(50, 4), torch.empty(50, 4)
+    with drawing(5, "layer"):
+        torch.nn.init.normal_(theirs, mean=1.0, std=0.02)
+        bound = torch.nn.init.uniform_(torch.empty(100), -2, 3)
+        cut = torch.nn.init.trunc_normal_(torch.empty(1000), std=0.1, a=-0.2, b=0.2)
+    fill_normal(own, 0.02, seed=5, name="layer:1")
+    assert torch.equal(theirs, own + 1)
+    assert bound.min() < -1.5 and 2.5 < bound.max() < 3
+    assert cut.abs().max() <= 0.2 and cut.std().item() == pytest.approx(0.088, abs=0.01)
+    assert torch.equal(torch.get_rng_state(), state)
