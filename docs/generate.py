@@ -33,7 +33,8 @@ from gristmill.base.errors import Exit
 from gristmill.base.units import Duration
 from gristmill.cli.main import app
 from gristmill.config import schema
-from gristmill.config.documentation import FileSchema, attribute_docstrings, docstrings
+from gristmill.config.documentation import attribute_docstrings, docstrings
+from gristmill.config.file_schema import run_file_schema
 from gristmill.config.settings import Scheduled
 from gristmill.track import metrics
 
@@ -326,8 +327,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def schema_file() -> str:
     """The JSON Schema of run files, as `gristmill config --schema` prints it."""
-    found = schema.RunConfig.model_json_schema(by_alias=True, schema_generator=FileSchema)
-    return json.dumps(found, indent=1) + "\n"
+    return json.dumps(run_file_schema(), indent=1) + "\n"
 
 
 def page_index(settings: Mapping[str, Any]) -> str:
