@@ -151,6 +151,7 @@ def choose_run(
     """The run that fits; `facts` says what is known of the tokens for a model."""
     draft = _Draft(goal, facts, find_model)
     if goal.preset is not None:
+        _require_preset(goal.preset)
         return draft.finished(goal.preset)
     candidates = [name for name in preset_names() if name.startswith(f"{FAMILY}-")]
     best = candidates[0]
@@ -159,6 +160,14 @@ def choose_run(
             break
         best = name
     return draft.finished(best)
+
+
+def _require_preset(name: str) -> None:
+    try:
+        load_preset(name)
+    except UserError as error:
+        first = error.problems[0]
+        raise UserError(first.what, where="--preset", remedy=first.remedy) from error
 
 
 @dataclass(frozen=True)
