@@ -154,14 +154,16 @@ def describe(config: RunConfig, plan: Plan, *, title: str) -> None:
     )
 
 
-def report(config: RunConfig, found: Mapping[str, Measured], plan: Plan) -> None:
-    """A row for each system."""
+def report(
+    config: RunConfig, found: Mapping[str, Measured], plan: Plan, *, base: str = BASE
+) -> None:
+    """A row for each system; ratios are to `base`."""
     numbers = numbers_of(config)
     cost = token_cost(config.model, rows=numbers.padded_vocab, sequence=numbers.sequence)
     rate = Device(torch.device(plan.device)).matrix_rate()
     width = max(map(len, found)) + 2
-    beside = found[BASE].speeds if BASE in found else []
-    base = statistics.median(beside) if beside else None
+    beside = found[base].speeds if base in found else []
+    one_is = statistics.median(beside) if beside else None
     print(
         f"{'':<{width}}{'tokens/s':>10}{'slowest':>10}{'fastest':>10}{'ratio':>7}{'ms/step':>9}"
         f"{'GiB':>7}{'TFLOP/s':>10}{'causal':>10}{'share':>7}{'causal':>8}{'loss':>8}"
@@ -174,7 +176,7 @@ def report(config: RunConfig, found: Mapping[str, Measured], plan: Plan) -> None
         palm, causal = middle * cost.palm, middle * cost.causal
         print(
             f"{name:<{width}}{middle:>10,.0f}{min(one.speeds):>10,.0f}{max(one.speeds):>10,.0f}"
-            f"{f'{middle / base:.3f}' if base else '':>7}"
+            f"{f'{middle / one_is:.3f}' if one_is else '':>7}"
             f"{1000 * plan.tokens_per_step / middle:>9.2f}"
             f"{f'{one.peak / 2**30:.1f}' if one.peak else '':>7}"
             f"{palm / 1e12:>10.4g}{causal / 1e12:>10.4g}"
