@@ -189,3 +189,32 @@ def test_the_sizes_of_the_megatron_guide_fit_where_they_were_trained(billions: s
     hardware, gpus = open_hardware("a100-80gb"), BILLIONS[billions]
     best = plan_layouts(run(*words), gpus=gpus, hardware=hardware, vocab=50257).layouts[0]
     assert 0.4 < best.step.mfu < 0.75
+
+
+# ------------------------------------------------------------------ fp8
+
+FP8 = 'precision.fp8=["mlp","attention"]'
+
+
+def seconds_of(*words: str) -> float:
+    plan = plan_step(run(*words), Mesh(), H100, vocab=50257, micro_batch=8, recompute="none")
+    return plan.seconds
+
+
+def test_blocks_in_fp8_are_faster_and_each_part_counts() -> None:
+    plain, half, whole = (seconds_of(*words) for words in ((), ('precision.fp8=["mlp"]',), (FP8,)))
+    assert 1.05 < plain / half < plain / whole < 2
+    # The head has products of its own, which are planned in bf16.
+    assert seconds_of('precision.fp8=["head"]') == plain
+
+
+def test_narrow_models_are_planned_in_the_format_that_they_have() -> None:
+    words = ('preset="gpt2-small"', "train.micro_batch=unset")
+    narrow = on_device(run(*words, FP8), H100)
+    assert narrow.precision.fp8 == ()
+
+
+def test_a_device_without_fp8_is_refused() -> None:
+    with pytest.raises(UserError, match="a100-40gb has no products in fp8") as error:
+        on_device(run(FP8), A100)
+    assert error.value.problems[0].where == "--gpu a100-40gb"

@@ -222,3 +222,11 @@ def test_settings_that_are_given_take_the_place_of_those_of_the_run(
     one = plan_memory(config, Mesh(), vocab=257, micro_batch=2, recompute=mode)
     other = make_run("train.micro_batch=2", f"train.recompute={mode}")
     assert one == plan_memory(other, Mesh(), vocab=257, micro_batch=2, recompute=mode)
+
+
+def test_blocks_in_fp8_keep_less() -> None:
+    plain, half, whole = (
+        plan(run(*words, preset="gpt2-xl")).parts["activations"]
+        for words in ((), ('precision.fp8=["attention"]',), ('precision.fp8=["attention","mlp"]',))
+    )
+    assert plain > half > whole > 0.7 * plain

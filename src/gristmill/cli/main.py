@@ -32,7 +32,7 @@ from typer.core import TyperCommand, TyperGroup
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
 from gristmill.cli.progress import DOWNLOADS
-from gristmill.cli.verbs import FIRST_STEPS, VERBS
+from gristmill.cli.verbs import EXAMPLES, FIRST_STEPS, VERBS
 from gristmill.hub.client import downloads_shown
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -65,12 +65,15 @@ def load_verb(name: str) -> Any:
     module, _, attribute = VERBS[name].place.partition(":")
     loaded = getattr(importlib.import_module(f"gristmill.cli.{module}"), attribute)
     if isinstance(loaded, typer.Typer):
-        group = typer.main.get_group(loaded)
-        group.name = name
-        return group
-    alone = typer.Typer(add_completion=False)
-    alone.command(name, **getattr(loaded, "command_options", {}))(loaded)
-    return typer.main.get_command(alone)
+        command: Any = typer.main.get_group(loaded)
+        command.name = name
+    else:
+        alone = typer.Typer(add_completion=False)
+        alone.command(name, **getattr(loaded, "command_options", {}))(loaded)
+        command = typer.main.get_command(alone)
+    if examples := EXAMPLES.get(name):
+        command.epilog = "\n\n".join(["Examples:", *examples])
+    return command
 
 
 class _Commands(TyperGroup):

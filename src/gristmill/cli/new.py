@@ -15,7 +15,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import write_atomic
 from gristmill.base.units import Duration, Unit
 from gristmill.cli.new_data import NewData, find_data
-from gristmill.cli.options import AsJson, command_options
+from gristmill.cli.options import AsJson
 from gristmill.cli.planning import parse_hours
 from gristmill.config.load import load_text, parse_override
 from gristmill.config.rules import config_warnings
@@ -31,20 +31,8 @@ _TOP = ("name", "preset", "folder")
 """Settings above all tables."""
 _ON_GPU, _ON_PROCESSOR = 3 * 3600.0, 1800.0
 """Seconds of a run for which nobody says how long it may take."""
-EXAMPLES = """
-Examples:
-
-gristmill new books/
-
-gristmill new books/ --hours 8 -o books.toml
-
-gristmill new tokens/books --preset modern-small
-
-gristmill new books/ train.seed=7 name=second
-"""
 
 
-@command_options(epilog=EXAMPLES)
 def new(
     words: Annotated[
         list[str] | None,

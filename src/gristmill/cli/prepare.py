@@ -101,26 +101,7 @@ def _list_corpora(wanted: bool) -> None:
     raise typer.Exit()
 
 
-EXAMPLES = """
-Examples:
-
-gristmill prepare books/ 'web/*.parquet' -o tokens/mine
-
-gristmill prepare crawl.jsonl.gz -o tokens/crawl --split 999,1 -t bytes
-
-gristmill prepare openwebtext -o 'data/openwebtext/{split}'
-
-gristmill prepare 's3://bucket/crawl/*.jsonl.gz' -o s3://bucket/tokens/crawl
-
-gristmill prepare crawl/ -o tokens/crawl --filter gopher,c4,fineweb --decontaminate hellaswag
-
-gristmill prepare crawl/ -o tokens/crawl --parts 64 --engine local
-
-gristmill prepare crawl/ -o tokens/crawl --parts 8    (a task of a job array)
-"""
-
-
-@command_options(epilog=EXAMPLES, cls=DialectCommand)
+@command_options(cls=DialectCommand)
 def prepare(
     context: typer.Context,
     sources: Annotated[

@@ -98,6 +98,99 @@ VERBS = {
     ),
 }
 
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "demo": (
+        "gristmill demo",
+        "gristmill demo --steps 2000 --folder runs/longer",
+    ),
+    "new": (
+        "gristmill new books/",
+        "gristmill new books/ --hours 8 -o books.toml",
+        "gristmill new tokens/books --preset modern-small",
+        "gristmill new books/ train.seed=7 name=second",
+    ),
+    "prepare": (
+        "gristmill prepare books/ 'web/*.parquet' -o tokens/mine",
+        "gristmill prepare crawl.jsonl.gz -o tokens/crawl --split 999,1 -t bytes",
+        "gristmill prepare openwebtext -o 'data/openwebtext/{split}'",
+        "gristmill prepare 's3://bucket/crawl/*.jsonl.gz' -o s3://bucket/tokens/crawl",
+        "gristmill prepare crawl/ -o tokens/crawl --filter gopher,c4,fineweb "
+        "--decontaminate hellaswag",
+        "gristmill prepare crawl/ -o tokens/crawl --parts 64 --engine local",
+        "gristmill prepare crawl/ -o tokens/crawl --parts 8    (a task of a job array)",
+    ),
+    "tokens": (
+        "gristmill tokens inspect tokens/mine",
+        "gristmill tokens convert tokens/mine -o tokens/npy/mine --format npy",
+    ),
+    "tokenizer": (
+        "gristmill tokenizer train books/ -o tokenizer -n 16384",
+        "gristmill tokenizer show tokenizer 'The miller grinds.'",
+    ),
+    "train": (
+        "gristmill train run.toml    (starts, or resumes)",
+        "gristmill train run.toml optim.lr=1e-3 name=hotter",
+        "gristmill train run.toml train.until='20B tokens'    (goes on for longer)",
+        "gristmill train run.toml --processes 8",
+        "gristmill train run.toml --from 4000    (goes on from an earlier checkpoint)",
+    ),
+    "plan": (
+        "gristmill plan run.toml --gpu h100-80gb --gpus 16",
+        "gristmill plan run.toml --gpu h100-80gb --gpus 16 --hours 48 --write",
+        "gristmill plan runs/mine --what 3",
+    ),
+    "translate": (
+        "gristmill translate megatron -- pretrain_gpt.py --num-layers 24 --bf16",
+        "gristmill translate nanogpt -- train.py config/train_gpt2.py",
+    ),
+    "replay": (
+        "gristmill replay runs/mine 1200",
+        "gristmill replay runs/mine 1200 runtime.device=cpu",
+    ),
+    "bench": (
+        "gristmill bench run.toml",
+        'gristmill bench run.toml train.micro_batch=32 precision.fp8=\'["mlp", "attention"]\'',
+    ),
+    "evaluate": (
+        "gristmill evaluate runs/mine",
+        "gristmill evaluate runs/mine gpt2 --data tokens/val --tasks lambada,hellaswag",
+    ),
+    "generate": (
+        "gristmill generate runs/mine 'Once upon a time' --tokens 200",
+        "gristmill generate runs/chat --chat",
+    ),
+    "serve": (
+        "gristmill serve runs/mine",
+        "gristmill serve runs/mine runs/chat --port 8080",
+    ),
+    "export": (
+        "gristmill export runs/mine exported",
+        "gristmill export runs/mine model.gguf",
+    ),
+    "import": (
+        "gristmill import ckpt.pt -o imported",
+        "gristmill import checkpoints/iter_0100000 -o imported",
+    ),
+    "report": (
+        "gristmill report runs/mine",
+        "gristmill report runs/one runs/other -o compared.html",
+    ),
+    "watch": (
+        "gristmill watch",
+        "gristmill watch runs /shared/runs --port 8010",
+    ),
+    "config": (
+        "gristmill config run.toml optim.lr=1e-3",
+        "gristmill config --presets",
+        "gristmill config --schema > gristmill.schema.json",
+    ),
+    "doctor": (
+        "gristmill doctor",
+        "gristmill doctor --cluster --json cluster.json",
+    ),
+}
+"""What the help of a verb ends with: commands, with what they do in parentheses."""
+
 FIRST_STEPS = """\
 Text in, language model out.
 

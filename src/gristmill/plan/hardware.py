@@ -24,7 +24,7 @@ class Rates:
     product_share: float = 0.75
     """Of the peak, that very large matrix products reach."""
     product_share_fp8: float = 0.55
-    """The same in fp8, of the peak in fp8; conversions included."""
+    """The same in fp8, of the peak in fp8; casts are counted apart."""
     half_rows: float = 250.0
     """Rows at which a product needs twice the time of its part in a very large one."""
     half_features: float = 150.0
@@ -99,6 +99,11 @@ class Hardware:
     def has_bf16(self) -> bool:
         """Whether bf16 is its fast format."""
         return self.device != "cpu" and "bf16" in dict(self.peaks)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it has products in fp8."""
+        return "fp8" in dict(self.peaks)
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s in a number format."""

@@ -162,7 +162,11 @@ def on_device(config: RunConfig, hardware: Hardware) -> RunConfig:
         has_bf16=hardware.has_bf16,
         on_gpu=hardware.device == "cuda",
     )
-    if problems := list(xla_fits(made)):
+    problems = list(xla_fits(made))
+    if made.precision.fp8 and hardware.device == "cuda" and not hardware.has_fp8:
+        what = f"{hardware.name} has no products in fp8, which precision.fp8 asks for"
+        problems.append(Problem(what, remedy="leave precision.fp8 out, or choose another device"))
+    if problems:
         raise UserError(problems[0].what, where=f"--gpu {hardware.name}", remedy=problems[0].remedy)
     return made
 

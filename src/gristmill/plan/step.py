@@ -292,9 +292,11 @@ def _block(
         )
         for part, k, o in sizes
     )
+    casts = sum(_cast_bytes(tokens, k, o) for part, k, o in sizes if part in fp8)
     attention = _attention(shape, tokens, sequence, tp, precision, program, hardware)
     moved = wide * _elementwise_bytes(shape, tokens, tp, program)
-    elementwise = moved / (hardware.memory_bandwidth * rates.memory_share)
+    bandwidth = hardware.memory_bandwidth * rates.memory_share
+    elementwise = moved / bandwidth
     again = {
         "none": 0.0,
         "selective": elementwise,
@@ -305,13 +307,20 @@ def _block(
     products = forward * (2 + shape.trained)
     # The backward pass of attention has five products to the forward pass's two.
     attention_all = attention * (3.5 if program.flash else 3.0)
-    busy = products + attention_all + 3 * elementwise + again
+    all_elementwise = 3 * elementwise + casts / bandwidth
+    busy = products + attention_all + all_elementwise + again
     kernels = rates.kernels_fused if program.fused else rates.kernels
     passes = 3.0 + (recompute_share if recompute == "full" else 0.0)
     gaps = passes * kernels * rates.gap
     host = 0.0 if program.graphs else passes * kernels * rates.launch
     launches = _smooth_maximum(busy + gaps, host) - busy
-    return _Block(products, attention_all, 3 * elementwise, again, launches)
+    return _Block(products, attention_all, all_elementwise, again, launches)
+
+
+def _cast_bytes(rows: float, inner: float, outer: float) -> float:
+    """What casts of a layer in fp8 read and write: input and gradient in 16 bits, the weight in 32,
+    each in fp8 twice."""
+    return rows * (inner + outer) * (2 + 2) + inner * outer * (4 + 2)
 
 
 def _smooth_maximum(one: float, other: float) -> float:
