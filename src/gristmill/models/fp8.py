@@ -70,6 +70,9 @@ class Fp8Scales:
         self.layers = dict(layers)
         self.largest_LO = torch.zeros(len(self.layers), 3, device=device)
         """For each layer and operand, the largest number of late; 0 before there was one."""
+        largest = [torch.finfo(FORMATS[operand == GRADIENT]).max for operand in range(3)]
+        # Made once: a copy from the host would wait for the device in every step.
+        self._most_O = torch.tensor(largest, device=device)
         self.cold = True
         """Whether none was seen yet."""
         for layer in self.layers.values():
@@ -104,10 +107,8 @@ class Fp8Scales:
         self._write()
 
     def _write(self) -> None:
-        formats = [FORMATS[operand == GRADIENT] for operand in range(3)]
-        most_O = self.largest_LO.new_tensor([torch.finfo(one).max for one in formats])
         # The power of two above: the exponent of fp32 is its bits from the 23rd on.
-        least = (self.largest_LO / most_O).clamp(min=2.0**-100)
+        least = (self.largest_LO / self._most_O).clamp(min=2.0**-100)
         scales_LO = ((least.view(torch.int32) & 0x7F800000) + (1 << 23)).view(torch.float32)
         spread_LOA = scales_LO[..., None].expand(-1, -1, ALIGNED)
         all_scales = [_tensor(layer.fp8_scales) for layer in self.layers.values()]
