@@ -49,11 +49,11 @@ def linear(bias: bool = True) -> tuple[Linear, Fp8Scales]:
 
 def measure(scales: Fp8Scales, run: Callable[[], torch.Tensor]) -> None:
     """Set scales from exactly these operands."""
-    with scales.measuring():
+    with scales.calibrating():
         run().backward()
-    scales.follow(no_others)
-    scales.largest_LO /= MARGIN
-    scales._write()
+    scales.update(no_others)
+    scales.amax_LO /= MARGIN
+    scales._write_scales()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,19 +108,19 @@ def test_an_mlp_computes_what_its_layers_do(activation: str) -> None:
         assert (fused - apart).norm() < 2e-3 * apart.norm()
 
 
-def test_what_is_seen_in_a_step_scales_the_next() -> None:
+def test_the_amax_of_a_step_scales_the_next() -> None:
     layer, scales = linear()
     x = random(16, 32)
     measure(scales, lambda: layer(x).sum())
     layer(1000 * x).sum().backward()
-    scales.follow(no_others)
-    assert scales.largest_LO[0, 0] == pytest.approx(1000 * x.abs().max().item())
+    scales.update(no_others)
+    assert scales.amax_LO[0, 0] == pytest.approx(1000 * x.abs().max().item())
     assert layer.fp8_scales is not None
-    power = math.floor(math.log2(scales.largest_LO[0, 0] / 448)) + 1
+    power = math.floor(math.log2(scales.amax_LO[0, 0] / 448)) + 1
     assert layer.fp8_scales[0, 0] == 2.0**power
     layer(x).sum().backward()
-    scales.follow(no_others)
-    assert scales.largest_LO[0, 0] == pytest.approx(950 * x.abs().max().item())
+    scales.update(no_others)
+    assert scales.amax_LO[0, 0] == pytest.approx(950 * x.abs().max().item())
 
 
 def test_a_skipped_step_leaves_scales_alone() -> None:
@@ -128,11 +128,11 @@ def test_a_skipped_step_leaves_scales_alone() -> None:
     measure(scales, lambda: layer(random(16, 32)).sum())
     before = scales.state()
     layer(1e6 * random(16, 32)).sum().backward()
-    scales.follow(no_others, torch.ones(()))
+    scales.update(no_others, torch.ones(()))
     assert scales.state() == before
     layer(random(16, 32)).sum().backward()
-    scales.follow(no_others, torch.zeros(()))
-    assert scales.largest_LO.max() < 1e3
+    scales.update(no_others, torch.zeros(()))
+    assert scales.amax_LO.max() < 1e3
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -179,9 +179,9 @@ def test_scales_are_saved_and_loaded() -> None:
     layer, scales = linear()
     measure(scales, lambda: layer(random(16, 32)).sum())
     other, loaded = linear()
-    assert loaded.cold
+    assert not loaded.calibrated
     loaded.load(scales.state())
-    assert not loaded.cold
+    assert loaded.calibrated
     assert torch.equal(layer.fp8_scales, other.fp8_scales)
     assert loaded.state() == scales.state()
 
@@ -224,11 +224,11 @@ def losses(*, compile_: bool = False, recompute: Kind = "none", **settings: Any)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     found = []
     for step in range(4):
-        with scales.measuring() if step == 0 else contextlib.nullcontext():
+        with scales.calibrating() if step == 0 else contextlib.nullcontext():
             logits = model(inputs)
             value = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
             value.backward()
-        scales.follow(no_others)
+        scales.update(no_others)
         with torch.no_grad():
             for parameter in model.parameters():
                 if step and parameter.grad is not None:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
-from gristmill.models.fp8 import FUSED, fp8_linear, fp8_mlp, note_operands
+from gristmill.models.fp8 import FUSED, fp8_linear, fp8_mlp, record_amax
 from gristmill.models.products import (
     cast_linear,
     fused_mlp,
@@ -55,17 +55,17 @@ class Linear(nn.Linear):
     """A linear layer that computes in the dtype of its input, or in fp8 while it trains."""
 
     fp8_scales: torch.Tensor | None
-    fp8_seen: torch.Tensor | None
-    fp8_measures = False
+    fp8_amax: torch.Tensor | None
+    fp8_calibrates = False
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.register_buffer("fp8_scales", None, persistent=False)
-        self.register_buffer("fp8_seen", None, persistent=False)
+        self.register_buffer("fp8_amax", None, persistent=False)
 
     @property
     def in_fp8(self) -> bool:
-        return self.fp8_scales is not None and self.training and not self.fp8_measures
+        return self.fp8_scales is not None and self.training and not self.fp8_calibrates
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x, None if self.bias is None else self.bias.to(x.dtype))
@@ -78,8 +78,8 @@ class Linear(nn.Linear):
             y = cast_linear(x, weight, bias)
         else:
             y = functional.linear(x, weight.to(x.dtype), bias)
-        if self.fp8_measures:
-            note_operands(self, x, weight, y)
+        if self.fp8_calibrates:
+            record_amax(self, x, weight, y)
         return y
 
 

@@ -261,8 +261,8 @@ class Spmd:
         known = batches[0].source_tokens_K
         terms = terms._replace(sources=0 if known is None else len(known))
         local = [self._on_device(batch) for batch in batches]
-        if self._fp8 is not None and self._fp8.cold:
-            self._measure_scales(self._fp8, local[0], terms)
+        if self._fp8 is not None and not self._fp8.calibrated:
+            self._calibrate_fp8(self._fp8, local[0], terms)
         total = self.micro_batches.forward_backward(local, terms, done)
         self._by_source = None
         if terms.sources:
@@ -297,7 +297,7 @@ class Spmd:
             self.optimizer.step(divisor=decision.divisor, skip=decision.skip)
         self.sync.clear()
         if self._fp8 is not None:
-            self._fp8.follow(self._largest_of_all, skip=decision.skip)
+            self._fp8.update(self._reduce_max, skip=decision.skip)
         if self.loss_scale is not None:
             self.loss_scale.update(decision.overflow)
         return dataclasses.replace(
@@ -313,17 +313,17 @@ class Spmd:
             synced=None if timer is None else timer.synced,
         )
 
-    def _measure_scales(self, fp8: Fp8Scales, batch: Batch, terms: LossTerms) -> None:
+    def _calibrate_fp8(self, fp8: Fp8Scales, batch: Batch, terms: LossTerms) -> None:
         """The scales of the first step, from the sample of each process in which most counts."""
         weights_BT = batch.loss_weights_BT
         chosen = 0 if weights_BT is None else int(weights_BT.sum(1).argmax())
-        with fp8.measuring():
+        with fp8.calibrating():
             self.micro_batches.forward_backward([batch.sample(chosen)], terms)
         self.sync.finish()
         self.sync.clear()
-        fp8.follow(self._largest_of_all)
+        fp8.update(self._reduce_max)
 
-    def _largest_of_all(self, numbers: torch.Tensor) -> None:
+    def _reduce_max(self, numbers: torch.Tensor) -> None:
         if self._everyone is not None:
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._everyone)
 

@@ -77,15 +77,15 @@ def decode(dtype: torch.dtype, **settings: Any) -> None:
 
 
 def cast() -> None:
-    x, scales, seen = zeros(256, 128, dtype=torch.bfloat16), zeros(3, fp8.ALIGNED), zeros(3)
+    x, scales, amax = zeros(256, 128, dtype=torch.bfloat16), zeros(3, fp8.ALIGNED), zeros(3)
     for operand, h, activation, written in (
         (fp8.X, None, "gelu", fp8.BOTH),
-        (fp8.WEIGHT, None, "", fp8.TURNED),
+        (fp8.WEIGHT, None, "", fp8.TRANSPOSED),
         (fp8.GRADIENT, x, "gelu_tanh", fp8.BOTH),
         (fp8.GRADIENT, x, "relu2", fp8.BOTH),
     ):
         found = fp8.results(x, operand, written, groups=2)
-        where = scales[operand], seen[operand:]
+        where = scales[operand], amax[operand:]
         cast_kernel(x, h, *where, found, activation=activation, rows=fp8.CAST_ROWS)
 
 

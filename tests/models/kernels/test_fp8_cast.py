@@ -12,10 +12,10 @@ from gristmill.models.fp8 import (
     ALIGNED,
     BOTH,
     CAST_ROWS,
-    DIRECT,
     FUSED,
     GRADIENT,
-    TURNED,
+    TRANSPOSED,
+    UNTRANSPOSED,
     X,
     fp8_cast,
     results,
@@ -36,39 +36,39 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def both(
     x: torch.Tensor, h: torch.Tensor | None, operand: int, activation: str, written: int = BOTH
 ) -> list[list[torch.Tensor]]:
-    """What the kernel and plain torch make of it; the last is what they have seen."""
+    """What the kernel and plain torch make of it; the last is the amax."""
     scales = torch.tensor([2.0**-7, 2.0**-6, 2.0**-13])[:, None].expand(-1, ALIGNED).contiguous()
-    seen = torch.zeros(3)
-    plain = [*fp8_cast(x, h, scales, seen, operand, activation, written), seen]
-    seen = torch.zeros(3, device=DEVICE)
+    amax = torch.zeros(3)
+    plain = [*fp8_cast(x, h, scales, amax, operand, activation, written), amax]
+    amax = torch.zeros(3, device=DEVICE)
     h = None if h is None else h.to(DEVICE)
-    found = by_kernel(x.to(DEVICE), h, scales.to(DEVICE), seen, operand, activation, written)
-    return [plain, [one.cpu() for one in (*found, seen)]]
+    found = by_kernel(x.to(DEVICE), h, scales.to(DEVICE), amax, operand, activation, written)
+    return [plain, [one.cpu() for one in (*found, amax)]]
 
 
 def by_kernel(
     x: torch.Tensor,
     h: torch.Tensor | None,
     scales: torch.Tensor,
-    seen: torch.Tensor,
+    amax: torch.Tensor,
     operand: int,
     activation: str,
     written: int,
 ) -> tuple[torch.Tensor, ...]:
     found = results(x, operand, written, groups=-(-x.shape[0] // CAST_ROWS))
-    where = scales[operand], seen[operand:]
+    where = scales[operand], amax[operand:]
     cast(x, h, *where, found, activation=activation, rows=CAST_ROWS)
     return found
 
 
 def compare(plain: list[torch.Tensor], found: list[torch.Tensor], *, exact: bool) -> None:
-    direct, turned, sums, seen = found
-    assert torch.equal(direct.T.view(torch.uint8), turned.view(torch.uint8))
-    assert direct.dtype == plain[0].dtype
-    differing = (direct.float() != plain[0].float()).float().mean().item()
+    untransposed, transposed, sums, amax = found
+    assert torch.equal(untransposed.T.view(torch.uint8), transposed.view(torch.uint8))
+    assert untransposed.dtype == plain[0].dtype
+    differing = (untransposed.float() != plain[0].float()).float().mean().item()
     assert differing <= (0.0 if exact else 2e-3)
-    torch.testing.assert_close(direct.float(), plain[0].float(), rtol=0.26, atol=2.0**-8)
-    torch.testing.assert_close(seen, plain[3], rtol=0 if exact else 1e-4, atol=0)
+    torch.testing.assert_close(untransposed.float(), plain[0].float(), rtol=0.26, atol=2.0**-8)
+    torch.testing.assert_close(amax, plain[3], rtol=0 if exact else 1e-4, atol=0)
     if sums.numel():
         torch.testing.assert_close(sums.sum(0), plain[2].sum(0), rtol=1e-3, atol=1e-3)
 
@@ -81,12 +81,12 @@ def test_numbers_are_rounded_and_transposed(shape: tuple[int, int], operand: int
 
 def test_either_is_written_alone() -> None:
     x = random(*SHAPES[1])
-    _, (direct, turned, *_) = both(x, None, X, "")
-    _, (only, nothing, *_) = both(x, None, X, "", DIRECT)
-    assert torch.equal(only, direct)
+    _, (untransposed, transposed, *_) = both(x, None, X, "")
+    _, (only, nothing, *_) = both(x, None, X, "", UNTRANSPOSED)
+    assert torch.equal(only, untransposed)
     assert not nothing.numel()
-    _, (nothing, only, *_) = both(x, None, X, "", TURNED)
-    assert torch.equal(only, turned)
+    _, (nothing, only, *_) = both(x, None, X, "", TRANSPOSED)
+    assert torch.equal(only, transposed)
     assert not nothing.numel()
 
 
@@ -109,16 +109,16 @@ def test_what_is_not_finite_becomes_not_a_number(value: float, operand: int) -> 
     x[3, 5] = value
     found = both(x, None, operand, "")
     # Triton's interpreter makes numbers of what is none.
-    for direct, turned, *_ in found if DEVICE == "cuda" else found[:1]:
-        assert direct.float().isnan().nonzero().tolist() == [[3, 5]]
-        assert turned.float().isnan().nonzero().tolist() == [[5, 3]]
+    for untransposed, transposed, *_ in found if DEVICE == "cuda" else found[:1]:
+        assert untransposed.float().isnan().nonzero().tolist() == [[3, 5]]
+        assert transposed.float().isnan().nonzero().tolist() == [[5, 3]]
 
 
-def test_what_was_seen_is_only_raised() -> None:
+def test_the_amax_is_only_raised() -> None:
     x = random(32, 48).to(DEVICE)
-    scales, seen = torch.ones(3, ALIGNED, device=DEVICE), torch.full((3,), 100.0, device=DEVICE)
-    by_kernel(x, None, scales, seen, X, "", BOTH)
-    assert seen.tolist() == [100.0, 100.0, 100.0]
-    by_kernel(1000 * x, None, scales, seen, X, "", BOTH)
-    assert seen[0] > 100
-    assert seen[1:].tolist() == [100.0, 100.0]
+    scales, amax = torch.ones(3, ALIGNED, device=DEVICE), torch.full((3,), 100.0, device=DEVICE)
+    by_kernel(x, None, scales, amax, X, "", BOTH)
+    assert amax.tolist() == [100.0, 100.0, 100.0]
+    by_kernel(1000 * x, None, scales, amax, X, "", BOTH)
+    assert amax[0] > 100
+    assert amax[1:].tolist() == [100.0, 100.0]

@@ -82,7 +82,7 @@ def _quantise(x, scale, values, count, NATIVE: tl.constexpr, BLOCK: tl.constexpr
 # ------------------------------------------------------------------ operands of blocks
 #
 # With a scale that is known, one kernel reads a matrix once, applies an activation or its slope,
-# notes the largest number, and writes the matrix in fp8 as it is and transposed: of a gradient also
+# records the amax, and writes the matrix in fp8 as it is and transposed; of a gradient also
 # the sums of its columns over the rows of a program, which are added up elsewhere, in a fixed
 # order.
 
@@ -93,7 +93,7 @@ def cast(
     x_RC: torch.Tensor,
     h_RC: torch.Tensor | None,
     scale: torch.Tensor,
-    largest: torch.Tensor,
+    amax: torch.Tensor,
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
     activation: str,
@@ -101,26 +101,26 @@ def cast(
 ) -> None:
     """Cast x, its activation, or with h x times the activation's slope there. `results`: where to
     write it as it is, transposed, and the sums of its columns over so many rows; what is empty is
-    not written. `largest` is raised to the largest number."""
+    not written. `amax` is raised to the largest absolute value."""
     assert x_RC.is_contiguous() and (h_RC is None or h_RC.is_contiguous()), "rows are contiguous"
-    direct_RC, turned_CR, sums = results
+    cast_RC, transposed_CR, sums = results
     count, columns = x_RC.shape
     _cast[(triton.cdiv(count, rows), triton.cdiv(columns, CAST_COLUMNS))](
         x_RC,
         x_RC if h_RC is None else h_RC,
         scale,
-        largest,
-        direct_RC,
-        turned_CR,
+        amax,
+        cast_RC,
+        transposed_CR,
         sums,
         count,
         columns,
         ACTIVATION=activation,
         SLOPE=h_RC is not None,
-        DIRECT=direct_RC.numel() > 0,
-        TURNED=turned_CR.numel() > 0,
+        UNTRANSPOSED=cast_RC.numel() > 0,
+        TRANSPOSED=transposed_CR.numel() > 0,
         SUMS=sums.numel() > 0,
-        FORMAT="e5m2" if direct_RC.dtype == E5M2 else "e4m3",
+        FORMAT="e5m2" if cast_RC.dtype == E5M2 else "e4m3",
         NATIVE=x_RC.is_cuda,
         TILE_R=rows,
         TILE_C=CAST_COLUMNS,
@@ -150,16 +150,16 @@ def _cast(
     x,
     h,
     scale,
-    largest,
-    direct,
-    turned,
+    amax,
+    untransposed,
+    transposed,
     sums,
     rows,
     columns,
     ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr,
-    DIRECT: tl.constexpr,
-    TURNED: tl.constexpr,
+    UNTRANSPOSED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     SUMS: tl.constexpr,
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -178,18 +178,20 @@ def _cast(
         value = value * slope
     elif ACTIVATION != "":
         value, _ = _activated(value, ACTIVATION, NATIVE)
-    tl.atomic_max(largest, tl.max(tl.abs(value)), sem="relaxed")
+    tl.atomic_max(amax, tl.max(tl.abs(value)), sem="relaxed")
     if SUMS:
         here = sums + tl.program_id(0) * columns + column
         tl.store(here, tl.sum(value, 0), mask=column < columns)
     value = value * (1.0 / tl.load(scale))
     # Infinity minus itself is not a number, and stays it in fp8.
     value = fitted(value, FORMAT, NATIVE) + (value - value)
-    if DIRECT:
-        tl.store(direct + at, value.to(direct.dtype.element_ty), mask=inside)
-    if TURNED:
+    if UNTRANSPOSED:
+        tl.store(untransposed + at, value.to(untransposed.dtype.element_ty), mask=inside)
+    if TRANSPOSED:
         # Cast anew: where one conversion to e4m3 is both stored and moved between threads, ptxas
         # 12.8 lets the latter read it too early. No compiler may leave out adding 0, because of -0.
-        again = tl.trans((value + 0.0).to(turned.dtype.element_ty))
+        again = tl.trans((value + 0.0).to(transposed.dtype.element_ty))
         across = column[:, None] * rows + row[None, :]
-        tl.store(turned + across, again, mask=(column < columns)[:, None] & (row < rows)[None, :])
+        tl.store(
+            transposed + across, again, mask=(column < columns)[:, None] & (row < rows)[None, :]
+        )
