@@ -62,7 +62,7 @@ def _notes(option: ForeignOption) -> str:
     if option.choices is not None:
         notes.append("one of " + ", ".join(f"`{one}`" for one in option.choices))
     if option.refused is not None and option.choices is None:
-        harmless = ", ".join(f"`{one}`" for one in option.harmless)
+        harmless = ", ".join(f"`{one}`" if one else "an empty text" for one in option.harmless)
         besides = f" (but {harmless} is ignored)" if harmless else ""
         notes.append(f"{option.refused}: {option.instead}{besides}")
     return "; ".join(note for note in notes if note)
