@@ -209,15 +209,25 @@ def cli_page() -> str:
     ]
     for words, command in _commands(group):
         lines += ["", f"## {' '.join(words[1:])}", "", _plain(command.help), ""]
-        lines += ["```text", _usage(words, command), "```", "", *_parameters(command)]
+        if not hasattr(command, "commands"):
+            lines += ["```text", _usage(words, command), "```", "", *_parameters(command)]
+        lines += _examples(command)
     return "\n".join([*lines, "", *_exit_statuses()]) + "\n"
 
 
 def _commands(command: Any, words: tuple[str, ...] = ("gristmill",)) -> Iterator[Any]:
+    """Every command with its words, and every group that has examples of its own before those in
+    it."""
+    if not hasattr(command, "commands") or (len(words) > 1 and _examples(command)):
+        yield words, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from _commands(inner, (*words, name))
-    if not hasattr(command, "commands"):
-        yield words, command
+
+
+def _examples(command: Any) -> list[str]:
+    """The examples at the end of a help page."""
+    lines = [line for line in (command.epilog or "").splitlines() if line.strip()]
+    return ["", "```text", *lines[1:], "```"] if lines[:1] == ["Examples:"] else []
 
 
 def _usage(words: tuple[str, ...], command: Any) -> str:
