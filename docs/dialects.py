@@ -37,11 +37,10 @@ def _section(dialect: Dialect) -> Iterator[str]:
         yield ""
     if not dialect.options:
         return
-    yield from ("| option | becomes | default there | notes |", "| --- | --- | --- | --- |")
+    yield from ("| option | becomes | notes |", "| --- | --- | --- |")
     for name, option in dialect.options.items():
         names = ", ".join(f"`{one}`" for one in (name, *option.also))
-        default = "" if option.default is None else f"`{option.default}`"
-        yield f"| {names} | {_becomes(option)} | {default} | {_cell(_notes(option))} |"
+        yield f"| {names} | {_becomes(option)} | {_cell(_notes(option))} |"
     yield ""
     if dialect.families:
         yield from ("| options | | because |", "| --- | --- | --- |")
@@ -62,9 +61,11 @@ def _notes(option: ForeignOption) -> str:
     if option.choices is not None:
         notes.append("one of " + ", ".join(f"`{one}`" for one in option.choices))
     if option.refused is not None and option.choices is None:
-        harmless = ", ".join(f"`{one}`" for one in option.harmless)
+        harmless = ", ".join(f"`{one}`" if one else "an empty text" for one in option.harmless)
         besides = f" (but {harmless} is ignored)" if harmless else ""
         notes.append(f"{option.refused}: {option.instead}{besides}")
+    if option.default is not None:
+        notes.append(f"`{option.default}` if not given")
     return "; ".join(note for note in notes if note)
 
 

@@ -200,8 +200,9 @@ def cli_page() -> str:
     lines = [
         "# Command line",
         "",
-        "Made from the same declarations as `gristmill --help`. Every command takes `-h` and",
-        "`--help`; `gristmill --version` prints the version. `gristmill` alone shows how to begin.",
+        "Every command with its arguments, options and examples, made from the same declarations",
+        "as `gristmill --help`. Every command takes `-h` and `--help`; `gristmill --version`",
+        "prints the version. `gristmill` alone shows how to begin.",
         "",
         "`gristmill --install-completion` makes bash, zsh or fish complete verbs, options, presets",
         "and run files, and run folders below `runs/`. It takes effect in the next shell;",
@@ -209,15 +210,25 @@ def cli_page() -> str:
     ]
     for words, command in _commands(group):
         lines += ["", f"## {' '.join(words[1:])}", "", _plain(command.help), ""]
-        lines += ["```text", _usage(words, command), "```", "", *_parameters(command)]
+        if not hasattr(command, "commands"):
+            lines += ["```text", _usage(words, command), "```", "", *_parameters(command)]
+        lines += _examples(command)
     return "\n".join([*lines, "", *_exit_statuses()]) + "\n"
 
 
 def _commands(command: Any, words: tuple[str, ...] = ("gristmill",)) -> Iterator[Any]:
+    """Every command with its words, and every group that has examples of its own before those in
+    it."""
+    if not hasattr(command, "commands") or (len(words) > 1 and _examples(command)):
+        yield words, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from _commands(inner, (*words, name))
-    if not hasattr(command, "commands"):
-        yield words, command
+
+
+def _examples(command: Any) -> list[str]:
+    """The examples at the end of a help page."""
+    lines = [line for line in (command.epilog or "").splitlines() if line.strip()]
+    return ["", "```text", *lines[1:], "```"] if lines[:1] == ["Examples:"] else []
 
 
 def _usage(words: tuple[str, ...], command: Any) -> str:
@@ -333,14 +344,16 @@ def schema_file() -> str:
 def page_index(settings: Mapping[str, Any]) -> str:
     """All pages with what each is about, from the settings of MkDocs: llms.txt, which programs that
     read documentation look for."""
-    lines = [f"# {settings['site_name']}", "", f"> {settings['site_description']}", ""]
+    lines = [f"# {settings['site_name']}", "", f"> {settings['site_description']}", "", _FIRST, ""]
     lines += [
         "- [run-file.schema.json](run-file.schema.json): every key of a run file as JSON Schema",
     ]
     sections = dict[str, list[str]]()
+    decisions = _decisions()
     for section, title, page in _pages(settings["nav"]):
         text = PAGES[page]() if page in PAGES else (DOCS / page).read_text(encoding="utf-8")
         name, about = _opening(text)
+        about = decisions.get(page, about)
         target = page.removesuffix(".md") + ".html"
         sections.setdefault(section, []).append(f"- [{title or name}]({target}): {about}")
     for section, listed in sections.items():
@@ -367,14 +380,29 @@ def _opening(markdown: str) -> tuple[str, str]:
     for paragraph in _CODE.sub("", rest).split("\n\n"):
         text = _plain(_LINK.sub(r"\1", paragraph))
         if text and text[0] not in "#|<!-":
-            return title.removeprefix("# "), _SENTENCE.split(text)[0]
+            sentence = _SENTENCE.split(text)[0]
+            return title.removeprefix("# "), sentence.removesuffix(":") + "." * sentence.endswith(
+                ":"
+            )
     return title.removeprefix("# "), ""
+
+
+def _decisions() -> dict[str, str]:
+    """The sentence of every decision, from the table of them."""
+    table = (DOCS / "decisions/index.md").read_text(encoding="utf-8")
+    return {f"decisions/{page}": sentence for page, sentence in _DECISION.findall(table)}
 
 
 DOCS = Path(__file__).parent
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 _CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-_SENTENCE = re.compile(r"(?<=[.:])\s")
+_SENTENCE = re.compile(r"(?<=[.?!])\s")
+_DECISION = re.compile(r"^\| \[\d+\]\(([^)]+)\) \| (.+?) \|$", re.MULTILINE)
+_FIRST = """\
+A run is one TOML file, and its results are one folder. `gristmill new TEXT` writes the file,
+`gristmill prepare` makes token files of text, and `gristmill train RUN.toml` starts or resumes
+the run. `gristmill config RUN.toml` checks all settings and prints them. Every command has
+`--help`."""
 
 
 def main() -> None:

@@ -39,6 +39,13 @@ def on_files(files: Files, *, config: Any) -> Files:
     return files
 
 
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """Let the search list guides before decisions and the log."""
+    if page.file.src_uri.startswith(("decisions/", "log")):
+        page.meta.setdefault("search", {"boost": 0.5})
+    return html
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put tables made from the program where a page asks for them."""
     for marker, (script, function) in TEXTS.items():
