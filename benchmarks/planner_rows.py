@@ -21,7 +21,9 @@ from gristmill.plan.step import Program, Shape, Work, model_flops, time_step
 FOLDER = Path(__file__).parent / "planner"
 
 UNFUSED = Program(flash=False, fused=False, sequence_parallel=False, overlap_data=False)
-MEGATRON = Program(divided_optimizer=True, overlap_tensor=True, gradient_bytes=2)
+MEGATRON = Program(
+    divided_optimizer=True, overlap_tensor=True, gradient_bytes=2, keeps_fp8_weights=True
+)
 PROGRAMS = {
     # Megatron-LM of 2021 sums gradients in fp32 after the backward pass.
     "M21": UNFUSED,

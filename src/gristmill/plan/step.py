@@ -101,6 +101,8 @@ class Program:
     """Seconds for each parameter held of an optimizer that steps on the host."""
     optimizer_flops: float = 0.0
     """Operations in products of the optimizer for each parameter of a block."""
+    keeps_fp8_weights: bool = False
+    """Weights are cast to fp8 once for all micro-batches of a step."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ def time_step(work: Work, hardware: Hardware) -> StepPlan:
         work.recompute_share,
         work.precision,
         work.fp8,
+        1 / work.micro_batches if program.keeps_fp8_weights else 1.0,
         work.wide,
         program,
         hardware,
@@ -272,6 +275,7 @@ def _block(
     recompute_share: float,
     precision: str,
     fp8: frozenset[str],
+    weight_casts: float,
     wide: float,
     program: Program,
     hardware: Hardware,
@@ -292,7 +296,7 @@ def _block(
         )
         for part, k, o in sizes
     )
-    casts = sum(_cast_bytes(tokens, k, o) for part, k, o in sizes if part in fp8)
+    casts = sum(_cast_bytes(tokens, k, o, weight_casts) for part, k, o in sizes if part in fp8)
     attention = _attention(shape, tokens, sequence, tp, precision, program, hardware)
     moved = wide * _elementwise_bytes(shape, tokens, tp, program)
     bandwidth = hardware.memory_bandwidth * rates.memory_share
@@ -317,10 +321,10 @@ def _block(
     return _Block(products, attention_all, all_elementwise, again, launches)
 
 
-def _cast_bytes(rows: float, inner: float, outer: float) -> float:
+def _cast_bytes(rows: float, inner: float, outer: float, weight_casts: float) -> float:
     """What casts of a layer in fp8 read and write: input and gradient in 16 bits, the weight in 32,
-    each in fp8 twice."""
-    return rows * (inner + outer) * (2 + 2) + inner * outer * (4 + 2)
+    each in fp8 twice. `weight_casts`: how often the weight is cast for each micro-batch."""
+    return rows * (inner + outer) * (2 + 2) + weight_casts * inner * outer * (4 + 2)
 
 
 def _smooth_maximum(one: float, other: float) -> float:
