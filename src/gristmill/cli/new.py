@@ -37,7 +37,7 @@ def new(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SOURCE…] [A.B=C…]",
+            metavar="SOURCE|A.B=C",
             help="Text as `prepare` takes it, or the name of a token set; then settings for the "
             "file.",
         ),
