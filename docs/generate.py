@@ -236,7 +236,7 @@ def _parameters(command: Any) -> list[str]:
         if parameter.name == "help":
             continue
         if parameter.param_type_name == "argument":
-            names = f"`{parameter.metavar}`"
+            names = f"`{_cell(parameter.metavar)}`"
         else:
             both = [*parameter.opts, *parameter.secondary_opts]
             names = ", ".join(f"`{name}`" for name in both)
