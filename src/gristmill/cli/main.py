@@ -31,6 +31,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
+from gristmill.cli.completion import remember_commands
 from gristmill.cli.progress import DOWNLOADS
 from gristmill.cli.verbs import EXAMPLES, FIRST_STEPS, PLACEHOLDERS, VERBS
 from gristmill.hub.client import downloads_shown
@@ -97,7 +98,7 @@ def _placeholder(parameter: Any) -> str | None:
     if parameter.is_flag or get_origin(kind) is Literal:
         return None
     known = next((PLACEHOLDERS[name] for name in parameter.opts if name in PLACEHOLDERS), None)
-    return known or {int: "N", float: "X"}.get(kind)
+    return known or ("N" if kind is int else "X" if kind is float else None)
 
 
 class _Commands(TyperGroup):
@@ -166,7 +167,10 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with downloads_shown(DOWNLOADS if _speaks() else None):
-            app()
+            if "--install-completion" in sys.argv[1:]:
+                remember_commands()
+            # Else `python -m gristmill` would install completion for a program of that name.
+            app(prog_name="gristmill")
     except UserError as error:
         sys.exit(_refuse(error))
     except OSError as error:
