@@ -89,6 +89,11 @@ def test_what_is_written_is_what_was_planned(run: Run, text: Path, tmp_path: Pat
     assert training * 1.01 < result["seconds"] < training * 1.25  # validation takes some
 
 
+def test_the_memory_is_that_of_the_process(run: Run, text: Path) -> None:
+    """On a processor Python and torch take most of it."""
+    assert 400 * 2**20 < new(run, text.name)["memory_bytes"] < 800 * 2**20
+
+
 def test_the_time_that_is_given_is_for_validation_too(run: Run, text: Path) -> None:
     result = new(run, text.name, "--hours", "5m")
     assert 0.8 * 300 < result["seconds"] <= 300

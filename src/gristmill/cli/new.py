@@ -265,7 +265,7 @@ def _as_json(
         "epochs": run.epochs,
         "seconds": run.seconds,
         "tokens_per_second": run.plan.step.tokens_per_second,
-        "memory_bytes": run.plan.memory.total,
+        "memory_bytes": run.memory,
         "commands": list(commands),
         "warnings": list(doubts),
     }

@@ -53,7 +53,7 @@ def file_text(
 def expected(run: NewRun) -> Iterator[str]:
     """What the run will take on this machine, in sentences."""
     machine, plan = run.goal.machine, run.plan
-    speed, memory = format_count(plan.step.tokens_per_second), format_bytes(plan.memory.total)
+    speed, memory = format_count(plan.step.tokens_per_second), format_bytes(run.memory)
     each = " on each device" if machine.count > 1 else ""
     yield (
         f"Expected on {machine.described}: {described_span(run.seconds)} of training and "

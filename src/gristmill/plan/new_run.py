@@ -62,6 +62,9 @@ _LEAST_TOKENS = 640
 _SHORTEST = 32
 _ROUNDS = 8
 _PLACE, _LINE = "the new run", re.compile(r"^the new run(:\d+)?(: |$)")
+_PROGRAM = 370 * 2**20
+"""Bytes of Python and torch on a processor, measured with torch 2.13 on Linux; a GPU's plan counts
+what CUDA takes."""
 _HOST_SHARE = 0.5
 """The part of a host's memory that a run takes, since other programs are there too."""
 _RATES = {
@@ -147,6 +150,11 @@ class NewRun:
     def precision(self) -> str:
         """Of products and activations, on this machine."""
         return on_device(self.config, self.goal.machine.hardware).precision.compute
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a process takes on its device."""
+        return self.plan.memory.total + (0 if self.goal.machine.is_gpu else _PROGRAM)
 
     @property
     def seconds(self) -> float:
