@@ -236,8 +236,8 @@ def _usage(words: tuple[str, ...], command: Any) -> str:
     pieces = [*words, "[OPTIONS]"]
     for parameter in command.params:
         if parameter.param_type_name == "argument":
-            name = parameter.metavar or parameter.name.upper()
-            pieces.append(name if parameter.required or name[0] == "[" else f"[{name}]")
+            name = parameter.metavar + ("…" if parameter.nargs < 0 else "")
+            pieces.append(name if parameter.required else f"[{name}]")
     return " ".join(pieces)
 
 
@@ -247,7 +247,7 @@ def _parameters(command: Any) -> list[str]:
         if parameter.name == "help":
             continue
         if parameter.param_type_name == "argument":
-            names = f"`{parameter.metavar or parameter.name.upper()}`"
+            names = f"`{_cell(parameter.metavar)}`"
         else:
             both = [*parameter.opts, *parameter.secondary_opts]
             names = ", ".join(f"`{name}`" for name in both)

@@ -53,6 +53,8 @@ def test_launch_submits_by_default() -> None:
 def test_values() -> None:
     assert sorted(words("new", "--preset", "")) == sorted(preset_names())
     assert words("prepare", "--format", "meg") == ["megatron", "megatron-cached", "megatron-lazy"]
+    assert words("new", "--gpu", "h100-8") == ["h100-80gb"]
+    assert words("launch", "--on", "s") == words("launch", "submit", "--on", "s") == ["slurm"]
     assert words("generate", "runs/st") == ["runs/stories"]
     assert words("train", "b") == ["books.toml"]
     assert words("train", "books.toml", "--processes", "") == []
@@ -133,3 +135,14 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
 def test_help_that_shells_would_evaluate_is_made_plain() -> None:
     assert completion._plain('Run `rm` on "$HOME"; it\'s (done)') == "Run rm on HOME its (done)"
     assert len(completion._plain("word " * 100)) <= 61
+
+
+def test_the_first_answer_needs_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once completion is installed; and it is installed for `gristmill` however that is called."""
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "gristmill", "--install-completion", "bash"]
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+    assert (tmp_path / ".bash_completions" / "gristmill.sh").is_file()
+    monkeypatch.setattr("gristmill.cli.main.load_verb", None)
+    assert words("train", "--fre") == ["--fresh"]
+    assert words("tokens", "ins") == ["inspect"]

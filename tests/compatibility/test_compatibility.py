@@ -77,3 +77,44 @@ def test_a_model_is_the_same(written: Path, gristmill: Gristmill) -> None:
 def test_a_run_is_reported(written: Path, gristmill: Gristmill) -> None:
     assert gristmill("report", "runs/small").returncode == 0
     assert "small" in (written / "runs/small/report.html").read_text(encoding="utf-8")
+
+
+def test_a_model_is_evaluated_and_exported(written: Path, gristmill: Gristmill) -> None:
+    done = gristmill("evaluate", "runs/small")
+    assert done.returncode == 0, done.stderr
+    done = gristmill("export", "runs/small", "exported", "--check", "files")
+    assert done.returncode == 0, done.stderr
+    assert gristmill("generate", "exported", "mill", "--tokens", "3").returncode == 0
+
+
+def test_settings_are_read_and_a_sample_is_traced(written: Path, gristmill: Gristmill) -> None:
+    assert gristmill("config", "runs/small").returncode == 0
+    done = gristmill("tokens", "which", "runs/small", "--step", "3")
+    assert done.returncode == 0 and "text.jsonl:" in done.stdout, done.stderr
+
+
+def test_what_a_newer_version_wrote_is_refused_by_name(written: Path, gristmill: Gristmill) -> None:
+    """A run file with a setting that is not known here, and a token set of another version."""
+    file = written / "runs/small/run.toml"
+    version = file.read_text(encoding="utf-8").split()[3].strip(";")
+    text = file.read_text(encoding="utf-8").replace(version, "99.1.0", 1)
+    assert "# by gristmill 99.1.0;" in text
+    file.write_text(text.replace("[train]", "[train]\nfancy = 3"), encoding="utf-8")
+    done = gristmill("train", "runs/small")
+    assert done.returncode == 78
+    assert "train.fancy: there is no such setting" in done.stderr
+    assert "gristmill 99.1.0 wrote this run file" in done.stderr
+    manifest = written / "tokens/mill.json"
+    table = json.loads(manifest.read_text(encoding="utf-8")) | {"version": 9}
+    manifest.write_text(json.dumps(table), encoding="utf-8")
+    done = gristmill("tokens", "inspect", "tokens/mill")
+    assert done.returncode == 65 and "has version 9" in done.stderr
+
+
+def test_a_copy_of_a_run_is_a_run_of_its_own(written: Path, gristmill: Gristmill) -> None:
+    before = lines(written, "step")
+    shutil.copytree("runs/small", "copied")
+    done = gristmill("train", "copied", "train.until=8 steps")
+    assert done.returncode == 0, done.stderr
+    assert lines(written, "step") == before
+    assert (written / "copied/checkpoints/step-00000008").is_dir()

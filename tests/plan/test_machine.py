@@ -38,7 +38,7 @@ def test_gpus_that_the_table_knows(gpus: Path) -> None:
     machine = find_machine()
     assert (machine.hardware.name, machine.count, machine.is_gpu) == ("h100-80gb", 3, True)
     assert machine.described == "3 x NVIDIA H100 80GB HBM3"
-    assert machine.source == "by the figures of h100-80gb"
+    assert machine.source == "The speed is planned from the published figures of h100-80gb."
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@
     gristmill train st               run files here, for commands that take a run file
 
 `gristmill --install-completion` is typer's, and so is the script that it installs, which asks this
-program. typer would answer by importing the command, which takes a second for some. So its options
-are written down the first time, in the cache of this user, and anew when a file of `cli/` changes.
+program. typer would answer by importing the command, which takes a second for some. So the options
+are written down when completion is installed, in the cache of this user, and those of a command
+anew when it is completed after a file of `cli/` changed.
 Whatever cannot be answered is left to the shell, which completes names of files.
 
 Names with other characters than those of run names are left out: some shells evaluate the answer.
@@ -25,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gristmill.base.caches import cache_folder
 from gristmill.base.files import write_json
@@ -156,6 +157,12 @@ def _spec(verb: str) -> Spec:
     return spec
 
 
+def remember_commands() -> None:
+    """Write down what all commands take, so that the first answer is quick too."""
+    for verb in VERBS:
+        _spec(verb)
+
+
 def _version() -> str:
     """Changes with the files that declare commands."""
     files = Path(__file__).parent.glob("*.py")
@@ -191,8 +198,15 @@ def _kinds(metavar: str) -> list[str]:
 
 def _few(parameter: Any) -> list[str]:
     """The values of an option: a kind, those that it declares, or nothing."""
+    from gristmill.config.launch import LauncherName
+    from gristmill.plan.hardware import known_hardware
+
     if "--preset" in parameter.opts:
         return [_PRESET]
+    if "--gpu" in parameter.opts:
+        return list(known_hardware())
+    if "--on" in parameter.opts:
+        return list(get_args(LauncherName))
     kind = getattr(parameter, "type_descriptor", None) or parameter.type
     choices = getattr(kind, "choices", None) or ()
     return [str(getattr(choice, "value", choice)) for choice in choices]

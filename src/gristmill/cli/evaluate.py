@@ -197,7 +197,7 @@ def evaluate(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL…",
+            metavar="MODEL",
             help="Run folders, checkpoints, Hugging Face folders or names; several are compared "
             "with the first.",
         ),
@@ -244,7 +244,8 @@ def evaluate(
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Write the results there; those of runs go to their evals/ anyway."
+            metavar="FOLDER",
+            help="Write the results there; those of runs go to their evals/ anyway.",
         ),
     ] = None,
     checkpoint: Which = "latest",

@@ -226,7 +226,7 @@ def _size_and_cost(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The page; RUN/report.html for one run.")
     ] = None,
@@ -258,7 +258,7 @@ def doctor(
         ),
     ] = None,
     folder: Annotated[
-        Path, _cluster_option(metavar="DIR", help="Where run folders would be, on all nodes.")
+        Path, _cluster_option(help="Where run folders would be, on all nodes.")
     ] = Path(),
     json: Annotated[
         Path | None,

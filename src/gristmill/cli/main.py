@@ -24,15 +24,16 @@ import select
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
+from gristmill.cli.completion import remember_commands
 from gristmill.cli.progress import DOWNLOADS
-from gristmill.cli.verbs import EXAMPLES, FIRST_STEPS, VERBS
+from gristmill.cli.verbs import EXAMPLES, FIRST_STEPS, PLACEHOLDERS, VERBS
 from gristmill.hub.client import downloads_shown
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -71,9 +72,33 @@ def load_verb(name: str) -> Any:
         alone = typer.Typer(add_completion=False)
         alone.command(name, **getattr(loaded, "command_options", {}))(loaded)
         command = typer.main.get_command(alone)
-    if examples := EXAMPLES.get(name):
-        command.epilog = "\n\n".join(["Examples:", *examples])
+    _complete_help(command, name)
     return command
+
+
+def _complete_help(command: Any, words: str) -> None:
+    """Add the examples of a command, and of those inside it, and one name for the same value in
+    all of them; the lines of a paragraph are joined, since a terminal has its own width."""
+    paragraphs = (command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    if examples := EXAMPLES.get(words):
+        command.epilog = "\n\n".join(["Examples:", *examples])
+    for name, inner in getattr(command, "commands", {}).items():
+        _complete_help(inner, f"{words} {name}")
+    for parameter in command.params:
+        if parameter.metavar is None:
+            parameter.metavar = _placeholder(parameter)
+
+
+def _placeholder(parameter: Any) -> str | None:
+    """What the help calls a value; None for a flag, and where it lists the few that there are."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.name).upper()
+    kind = getattr(parameter.type_descriptor, "annotation", None)
+    if parameter.is_flag or get_origin(kind) is Literal:
+        return None
+    known = next((PLACEHOLDERS[name] for name in parameter.opts if name in PLACEHOLDERS), None)
+    return known or ("N" if kind is int else "X" if kind is float else None)
 
 
 class _Commands(TyperGroup):
@@ -142,7 +167,10 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with downloads_shown(DOWNLOADS if _speaks() else None):
-            app()
+            if "--install-completion" in sys.argv[1:]:
+                remember_commands()
+            # Else `python -m gristmill` would install completion for a program of that name.
+            app(prog_name="gristmill")
     except UserError as error:
         sys.exit(_refuse(error))
     except OSError as error:

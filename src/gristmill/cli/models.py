@@ -309,7 +309,10 @@ class ExportCheck(enum.StrEnum):
 def export(
     model: ModelName,
     place: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A new folder, or a new file that ends in .gguf.")
+        Path,
+        typer.Argument(
+            metavar="FOLDER|FILE.gguf", help="A new folder, or a new file that ends in .gguf."
+        ),
     ],
     checkpoint: Which = "latest",
     check: Annotated[

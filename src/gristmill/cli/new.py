@@ -37,7 +37,7 @@ def new(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SOURCE…] [A.B=C…]",
+            metavar="SOURCE|A.B=C",
             help="Text as `prepare` takes it, or the name of a token set; then settings for the "
             "file.",
         ),
@@ -77,6 +77,13 @@ def new(
             help="As `prepare -t` takes it; chosen by the size of model and text if not given.",
         ),
     ] = None,
+    json_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="The key or column that holds the text, as `prepare` takes it; text if not given.",
+        ),
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -99,7 +106,8 @@ def new(
     top = {name: value for name in _TOP if (value := _taken(settings, name)) is not None}
     preset = _one_of(preset, top.pop("preset", None), "--preset")
     limits = _limits(hours, tokens)
-    data = find_data(sources, tokenizer)
+    _require_free_choice(settings, limits)
+    data = find_data(sources, tokenizer, json_key)
     name = top.pop("name", data.name)
     file = output or Path(f"{name}.toml")
     _require_free(file, force=force)
@@ -110,6 +118,7 @@ def new(
         name,
         data.paths,
         machine,
+        text=" ".join(data.sources) or None,
         validation=data.validation,
         preset=preset,
         top=tuple(top.items()),
@@ -120,7 +129,8 @@ def new(
     run = choose_run(goal, data.facts, find_model=settings_folder)
     commands = _commands(run, data, file)
     options = {"-o": output, "--preset": preset, "--hours": hours, "--tokens": tokens}
-    made = _command(words or [], {**options, "-t": tokenizer, "--gpu": gpu, "--gpus": gpus})
+    more = {"-t": tokenizer, "--json-key": json_key, "--gpu": gpu, "--gpus": gpus}
+    made = _command(words or [], {**options, **more})
     text = _text(run, data, file, made=made, commands=commands)
     write_atomic(file, text)
     doubts = config_warnings(run.config, run.resolved)
@@ -132,7 +142,7 @@ def new(
     for doubt in doubts:
         typer.echo(f"warning: {doubt}", err=True)
     _tell_of_old_run(run, file)
-    typer.echo(f"\nWritten to {file}: {run.config.preset}. Go on with:\n")
+    typer.echo(f"\nWrote {file}, with the preset {run.config.preset}. Next:\n")
     typer.echo("".join(f"  {command}\n" for command in commands), nl=False)
 
 
@@ -184,6 +194,19 @@ def _limits(hours: str | None, tokens: str | None) -> dict[str, Any]:
     if amount < 1:
         raise UserError("no tokens to train on", where="--tokens", exit=Exit.USAGE)
     return {"tokens": amount}
+
+
+def _require_free_choice(settings: Sequence[str], limits: Mapping[str, Any]) -> None:
+    """Refuse settings that say otherwise what the source and the options say."""
+    for word in settings:
+        key = word.partition("=")[0]
+        if key == "data.paths":
+            what, remedy = "the source decides it", "name the token set as the source"
+        elif key == "train.until" and limits:
+            what, remedy = "--hours and --tokens decide it too", "leave one of them out"
+        else:
+            continue
+        raise UserError(what, where=f"command line {word!r}", remedy=remedy, exit=Exit.USAGE)
 
 
 def _require_free(file: Path, *, force: bool) -> None:
@@ -242,7 +265,7 @@ def _as_json(
         "epochs": run.epochs,
         "seconds": run.seconds,
         "tokens_per_second": run.plan.step.tokens_per_second,
-        "memory_bytes": run.plan.memory.total,
+        "memory_bytes": run.memory,
         "commands": list(commands),
         "warnings": list(doubts),
     }

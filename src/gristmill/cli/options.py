@@ -31,7 +31,7 @@ def command_options(**options: Any) -> Callable[[Command], Command]:
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[A.B=C…]",
+        metavar="A.B=C",
         help="Settings that override the file; A.B=unset removes one, so that its default applies.",
     ),
 ]
@@ -45,7 +45,7 @@ Quiet = Annotated[
 Sources = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE…",
+        metavar="SOURCE",
         help="Files, globs, folders (JSON, CSV, Parquet, Arrow, plain text; .gz .bz2 .xz .zst), "
         "- for stdin, addresses (s3:// gs:// hf:// https://), hf:NAME for a dataset.",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from gristmill.base.errors import DataError, Problem, UserError
+from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.units import parse_seconds
 from gristmill.config.parallel import build_mesh
 from gristmill.config.resolve import divisors, leaves_micro_batch, portions, resolve
@@ -110,7 +110,8 @@ def parse_hours(text: str, *, where: str) -> float:
         return parse_seconds(text)
     except UserError as error:
         remedy = 'write hours, such as 24, or a time such as "3d" or "1h30m"'
-        raise UserError(f"{text!r} is not a time", where=where, remedy=remedy) from error
+        what = f"{text!r} is not a time"
+        raise UserError(what, where=where, remedy=remedy, exit=Exit.USAGE) from error
 
 
 def _calibration_note(calibration: Calibration) -> str:

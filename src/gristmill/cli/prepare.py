@@ -107,7 +107,7 @@ def prepare(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SOURCE…",
+            metavar="SOURCE",
             help="Files, globs, folders (JSON, CSV, Parquet, Arrow, text; .gz .bz2 .xz .zst), "
             "- for stdin, addresses (s3:// gs:// hf:// https://), hf:NAME[@REVISION] of a "
             "dataset, or the name of a corpus.",

@@ -17,7 +17,7 @@ def serve(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL…",
+            metavar="MODEL",
             help="Run folders, checkpoints, Hugging Face folders or names on the Hub; NAME=MODEL "
             "chooses what clients call it.",
         ),

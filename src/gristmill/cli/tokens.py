@@ -283,9 +283,7 @@ def convert_set(
 def merge_sets(
     prefixes: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="SOURCE…", help="Prefixes of token files in order, or quoted globs."
-        ),
+        typer.Argument(metavar="SOURCE", help="Prefixes of token files in order, or quoted globs."),
     ],
     output: Output,
     format: Annotated[
@@ -358,7 +356,9 @@ def _copy(
 @tokenizer.command("train")
 def train_tokenizer(
     sources: Sources,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the tokenizer.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="For the tokenizer.")
+    ],
     vocab_size: Annotated[int, typer.Option("--vocab-size", "-n", help="Number of ids.")] = 32768,
     kind: Annotated[
         TokenizerKind, typer.Option("--type", help="Kind of tokenizer; all work on bytes.")
@@ -408,8 +408,9 @@ def show_tokenizer(
     spec: Annotated[
         str,
         typer.Argument(
+            metavar="TOKENIZER",
             help="A folder or file, bytes, gpt2, an encoding of tiktoken such as cl100k_base, "
-            "or a Hugging Face name."
+            "or a Hugging Face name.",
         ),
     ],
     text: Annotated[str | None, typer.Argument(help="Text to split into tokens.")] = None,

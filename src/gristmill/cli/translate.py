@@ -32,7 +32,7 @@ def translate(
     ] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- WORDS…]", help="What the other program is given, or a file."),
+        typer.Argument(metavar="-- WORD", help="What the other program is given, or a file."),
     ] = None,
 ) -> None:
     """Print what the command of another program amounts to: a run file, or a command of ours.

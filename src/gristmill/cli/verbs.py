@@ -127,6 +127,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "gristmill tokenizer train books/ -o tokenizer -n 16384",
         "gristmill tokenizer show tokenizer 'The miller grinds.'",
     ),
+    "tokenizer train": ("gristmill tokenizer train books/ -o tokenizer -n 16384",),
+    "tokenizer show": ("gristmill tokenizer show tokenizer 'The miller grinds.'",),
     "train": (
         "gristmill train run.toml    (starts, or resumes)",
         "gristmill train run.toml optim.lr=1e-3 name=hotter",
@@ -143,6 +145,14 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "gristmill translate megatron -- pretrain_gpt.py --num-layers 24 --bf16",
         "gristmill translate nanogpt -- train.py config/train_gpt2.py",
     ),
+    "launch": (
+        "gristmill launch submit run.toml --on slurm",
+        "gristmill launch submit run.toml --on slurm --dry-run",
+        "gristmill launch status runs/mine",
+    ),
+    "launch status": ("gristmill launch status runs/mine",),
+    "launch logs": ("gristmill launch logs runs/mine --lines 50",),
+    "launch cancel": ("gristmill launch cancel runs/mine",),
     "replay": (
         "gristmill replay runs/mine 1200",
         "gristmill replay runs/mine 1200 runtime.device=cpu",
@@ -189,7 +199,27 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "gristmill doctor --cluster --json cluster.json",
     ),
 }
-"""What the help of a verb ends with: commands, with what they do in parentheses."""
+"""What the help of a verb, or of a command of a group, ends with: commands, with what they do in
+parentheses."""
+
+PLACEHOLDERS = {
+    "--budget": "DOLLARS",
+    "--checkpoint": "CHECKPOINT",
+    "--data": "NAME",
+    "--device": "DEVICE",
+    "--end-of-text": "TOKEN",
+    "--folder": "FOLDER",
+    "--gpu": "KIND",
+    "--link": "NETWORK",
+    "--output": "FILE.html",
+    "--price": "DOLLARS",
+    "--step": "STEP",
+    "--stop": "TEXT",
+    "--system": "TEXT",
+    "--tasks": "TASKS",
+    "--text": "SOURCE",
+}
+"""What the help calls the value of an option that does not say it itself; numbers are N and X."""
 
 FIRST_STEPS = """\
 Text in, language model out.

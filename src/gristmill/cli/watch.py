@@ -14,7 +14,7 @@ def watch(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RUNS…]",
+            metavar="RUNS",
             help="Run folders, and folders that contain some.",
             show_default="runs",
         ),

@@ -11,11 +11,12 @@ or the word on the command line.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Protocol, Union, cast, get_args, get_origin
@@ -43,6 +44,9 @@ _OPEN: tuple[Path_, ...] = (("model", "hf_config"),)
 RENAMED: dict[Path_, Path_] = {("train", "second_token"): ("train", "mtp")}
 """Settings by their old names, which are still read."""
 
+_WRITTEN = re.compile(r"# by gristmill (\S+);")
+"""The first line of the run file in a run folder."""
+
 
 class FindModel(Protocol):
     """Finds the local folder of a model by its name."""
@@ -61,17 +65,44 @@ def load_run(
     """Read a run file, or the one in a run folder; raises one error with all problems.
 
     `find_model` gives the local folder of `model.start` or `model.hf`: nothing in here uses the
-    network.
+    network. A run folder that was copied or moved is the folder of the run, unless it gets another
+    name.
     """
-    if path.is_dir():
-        path = path / "run.toml"
+    file = path / "run.toml" if path.is_dir() else path
     try:
-        text = path.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot read the run file: {error.strerror}", where=path) from error
+        raise UserError(f"cannot read the run file: {error.strerror}", where=file) from error
     except UnicodeDecodeError as error:
-        raise UserError("the run file is not UTF-8 text", where=path) from error
-    return load_text(text, overrides, place=str(path), find_model=find_model)
+        raise UserError("the run file is not UTF-8 text", where=file) from error
+    try:
+        config = load_text(text, overrides, place=str(file), find_model=find_model)
+    except UserError as error:
+        raise _with_version(error, text, file) from error
+    named = any(word.partition("=")[0] in ("name", "folder") for word in overrides)
+    own = Path(config.folder or f"runs/{config.name}")
+    if path == file or named or own.resolve() == path.resolve():
+        return config
+    folder = f"folder={tomli_w.dumps({'': str(path)}).partition('=')[2].strip()}"
+    return load_text(text, (*overrides, folder), place=str(file), find_model=find_model)
+
+
+def _with_version(error: UserError, text: str, file: Path) -> UserError:
+    """The error, and that a newer program wrote the file if that may be why."""
+    written = _WRITTEN.match(text)
+    try:
+        ours = metadata.version("gristmill")
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        return error
+    if written is None or _numbers(written[1]) <= _numbers(ours):
+        return error
+    what = f"gristmill {written[1]} wrote this run file, and this program is the older {ours}"
+    newer = Problem(what, str(file), f"use gristmill {written[1]} or a later one")
+    return UserError([*error.problems, newer], exit=error.exit)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"[0-9]+", version)[:3]]
 
 
 def load_launch(words: Sequence[str]) -> LaunchConfig:

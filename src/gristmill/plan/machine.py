@@ -38,7 +38,9 @@ _ROWS, _INNER, _OUTER = 2048, 128, 512
 _COPIED = 2**26
 """Bytes that are copied, more than caches hold."""
 _MOMENT = 0.3
-"""Seconds for each."""
+"""Seconds for each,"""
+_TIMES, _LONGEST = 20, 1.5
+"""but more on a machine that is so busy that there would be few times, up to a limit."""
 _REACHED = 0.55
 """What training gets of that: modern-nano read 11k tokens/s on two x86 cores and 5.1k on one, where
 16 to 18k and 9.4k would follow from numpy's figures alone."""
@@ -54,7 +56,7 @@ class Machine:
     described: str
     """In words: how many, which, how much memory."""
     source: str
-    """Where the figures of its speed come from."""
+    """Where the figures of its speed come from, in a sentence."""
 
     @property
     def is_gpu(self) -> bool:
@@ -76,7 +78,7 @@ def find_machine(*, gpu: str | None = None, gpus: int | None = None) -> Machine:
 
 
 def _by_figures(hardware: Hardware) -> str:
-    return f"by the figures of {hardware.name}"
+    return f"The speed is planned from the published figures of {hardware.name}."
 
 
 def _found() -> Machine:
@@ -86,21 +88,22 @@ def _found() -> Machine:
     if names and hardware.device == "cpu":
         name, memory = names[0]
         hardware = replace(open_hardware(_UNKNOWN), memory=memory)
-        source = f"by the figures of an {_UNKNOWN}, since there are none of this kind"
+        source = f"The speed is that of an {_UNKNOWN}, since nothing is known of this kind."
         return Machine(hardware, len(names), _described(len(names), name), source)
     if calibration is not None:
-        source = f"as `gristmill plan --calibrate` measured on {calibration.when[:10]}"
+        when = calibration.when[:10]
+        source = f"The speed is what `gristmill plan --calibrate` measured on {when}."
     elif hardware.device == "cuda":
         source = _by_figures(hardware)
     else:
         calibration = _timed_processor(hardware)
-        source = "by what numpy reached in a moment; `gristmill plan --calibrate` measures more"
+        source = "The speed is estimated with numpy; `gristmill plan --calibrate` measures it."
     if calibration is not None:
         hardware = calibrated(hardware, calibration)
     if hardware.device == "cuda":
         return Machine(hardware, count, _described(count, names[0][0]), source)
     if platform.system() == "Darwin":
-        source += "; Apple's GPU, which `train` takes, is faster"
+        source += " Apple's GPU, which `train` takes, is faster."
     cores = usable_cores()
     return Machine(hardware, 1, f"{cores} {'core' if cores == 1 else 'cores'}", source)
 
@@ -135,8 +138,8 @@ def _half_features(slower: float) -> float:
 def _fastest(work: Callable[[], object]) -> float:
     """Seconds of the fastest of many times, after one that starts the threads."""
     work()
-    best, end = math.inf, time.perf_counter() + _MOMENT
-    while (begin := time.perf_counter()) < end or best == math.inf:
+    best, times, start = math.inf, 0, time.perf_counter()
+    while (begin := time.perf_counter()) < start + (_MOMENT if times >= _TIMES else _LONGEST):
         work()
-        best = min(best, time.perf_counter() - begin)
+        best, times = min(best, time.perf_counter() - begin), times + 1
     return best

@@ -19,12 +19,15 @@ from typing import Any
 import tomli_w
 
 from gristmill.base.units import described_span, format_bytes, format_count
-from gristmill.plan.new_run import GOOD_EPOCHS, TOKENS_OF_EACH, NewRun
+from gristmill.plan.new_run import GOOD_EPOCHS, MOST_EPOCHS, TOKENS_OF_EACH, NewRun
 
 _WIDTH = 98
 SCHEMA_FILE = "gristmill.schema.json"
 """The JSON Schema that editors find beside a run file."""
 _NEARLY = 0.9
+_WHOLE = 100
+_NEARLY_ALL = 1.1
+"""Times `MOST_EPOCHS` above which the text is read too often; rounding alone is not told of."""
 _FEW = TOKENS_OF_EACH / 2
 """Tokens for each parameter below which a run is called short."""
 
@@ -50,19 +53,25 @@ def file_text(
 def expected(run: NewRun) -> Iterator[str]:
     """What the run will take on this machine, in sentences."""
     machine, plan = run.goal.machine, run.plan
-    speed, memory = format_count(plan.step.tokens_per_second), format_bytes(plan.memory.total)
+    speed, memory = format_count(plan.step.tokens_per_second), format_bytes(run.memory)
     each = " on each device" if machine.count > 1 else ""
     yield (
-        f"Expected on {machine.described}: {described_span(run.seconds)}, {speed} tokens/s, "
-        f"{memory} of memory{each}; planned {machine.source}."
+        f"Expected on {machine.described}: {described_span(run.seconds)} of training and "
+        f"validation at {speed} tokens/s and {memory} of memory{each}, with micro-batches of "
+        f"{plan.micro_batch} in {run.precision}. {machine.source}"
     )
-    share = run.tokens / run.parameters
+    share, size = run.tokens / run.parameters, format_count(run.parameters)
     yield (
-        f"The model reads {share:.2g} tokens for each of its {format_count(run.parameters)} "
-        f"parameters in matrix products; {TOKENS_OF_EACH} are usual."
+        f"The model reads {_short(share)} tokens for each of the {size} parameters in its matrix "
+        f"products; {TOKENS_OF_EACH} are usual."
     )
     if share < _FEW:
         yield _short_of(run)
+    if run.epochs is not None and run.epochs > _NEARLY_ALL * MOST_EPOCHS:
+        yield (
+            f"It reads the text {_short(run.epochs)} times, and learns little more from it after "
+            f"{MOST_EPOCHS}: give more text, or train for fewer tokens."
+        )
 
 
 def _short_of(run: NewRun) -> str:
@@ -72,13 +81,18 @@ def _short_of(run: NewRun) -> str:
         more = format_count(wanted / GOOD_EPOCHS)
         return f"More text would make it better: {more} tokens are enough for this size."
     seconds = wanted / run.plan.step.tokens_per_second
-    return f"More time would make it better: so many take {described_span(seconds)}."
+    return f"A longer run would make it better: the usual amount takes {described_span(seconds)}."
+
+
+def _short(number: float) -> str:
+    """Two digits, or all before the point."""
+    return f"{number:,.0f}" if number >= _WHOLE else f"{number:.2g}"
 
 
 def _notes(run: NewRun) -> Mapping[str, Mapping[str, str]]:
     """What is said of a key, by table."""
     resolved, epochs = run.resolved, run.epochs
-    read = "" if epochs is None else f"; reads the text {epochs:.2g} times"
+    read = "" if epochs is None else f"; reads the text {_short(epochs)} times"
     tokens = format_count(resolved.tokens_per_step)
     held = None if run.data.tokens is None else run.data.tokens - (run.training_tokens or 0)
     share = "" if not held else f"; the latter about {format_count(held)} tokens"
@@ -90,12 +104,12 @@ def _notes(run: NewRun) -> Mapping[str, Mapping[str, str]]:
         },
         "train": {
             "until": f"{resolved.steps:,} steps{read}",
-            "batch": f"samples of {resolved.sequence} tokens: {tokens} tokens a step",
-            "recompute": "saves memory, without which it does not fit",
+            "batch": f"samples of {resolved.sequence} tokens: {tokens} tokens per step",
+            "recompute": "saves memory; the run does not fit without it",
         },
         "optim": {
-            "lr": "the peak; that of GPT-3 for the nearest size",
-            "momentum_warmup": "of the run, which is shorter than the preset's rise",
+            "lr": "the peak rate, as GPT-3's nearest size has it",
+            "momentum_warmup": "a share of the run, which is shorter than the preset's warm-up",
         },
         "sample": {"every": "a text that the model writes"},
     }

@@ -21,6 +21,7 @@ All of this is a start that is seldom bad, not what a sweep would find.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -28,7 +29,7 @@ from typing import Any
 
 import tomli_w
 
-from gristmill.base.errors import Problem, UserError
+from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.units import Duration, Unit, parse_split
 from gristmill.config.load import FindModel, load_preset, load_text, preset_names
 from gristmill.config.model import GPTConfig
@@ -60,6 +61,10 @@ _WINDOWS = 128
 _LEAST_TOKENS = 640
 _SHORTEST = 32
 _ROUNDS = 8
+_PLACE, _LINE = "the new run", re.compile(r"^the new run(:\d+)?(: |$)")
+_PROGRAM = 370 * 2**20
+"""Bytes of Python and torch on a processor, measured with torch 2.13 on Linux; a GPU's plan counts
+what CUDA takes."""
 _HOST_SHARE = 0.5
 """The part of a host's memory that a run takes, since other programs are there too."""
 _RATES = {
@@ -93,6 +98,8 @@ class RunGoal:
     """Further settings at the top of the file."""
     words: Sequence[str] = ()
     """Settings such as train.batch=8."""
+    text: str | None = None
+    """What the tokens are made of, for messages."""
     samples: bool = True
     """Whether the run can write text, for which it needs a tokenizer."""
 
@@ -140,9 +147,31 @@ class NewRun:
         return self.layout
 
     @property
+    def precision(self) -> str:
+        """Of products and activations, on this machine."""
+        return on_device(self.config, self.goal.machine.hardware).precision.compute
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a process takes on its device."""
+        return self.plan.memory.total + (0 if self.goal.machine.is_gpu else _PROGRAM)
+
+    @property
     def seconds(self) -> float:
-        """How long it takes, about."""
-        return self.tokens / self.plan.step.tokens_per_second
+        """How long it takes, about; without its start, and the texts that it writes."""
+        return self.tokens * self.with_validation / self.plan.step.tokens_per_second
+
+    @property
+    def with_validation(self) -> float:
+        """The time of training and validation by that of training alone: a forward pass is a third
+        of the work, done at the start, at the end and between them."""
+        every = self.resolved.samples_of(self.resolved.validate_every)
+        times = 2 + (self.resolved.samples - 1) // max(every, 1)
+        windows = self.config.validation.windows
+        if self.goal.validation is None and self.data.tokens is not None:
+            held_out = self.data.tokens - (self.training_tokens or 0)
+            windows = min(windows, held_out // self.resolved.sequence)
+        return 1 + times * windows / (3 * self.resolved.samples)
 
 
 def choose_run(
@@ -219,7 +248,7 @@ class _Draft:
             return self.goal.tokens
         if self.goal.seconds is None or run.layout is None:
             return math.inf
-        return self.goal.seconds * run.layout.step.tokens_per_second
+        return self.goal.seconds * run.layout.step.tokens_per_second / run.with_validation
 
     def _run(self, preset: str, *, tokens: int | None) -> NewRun:
         """A size with a horizon, or with as many tokens as it wants."""
@@ -231,7 +260,7 @@ class _Draft:
         data = self.facts(model)
         if data.tokens is not None and data.tokens < _LEAST_TOKENS:
             what = f"about {data.tokens:,} tokens are too few to train and validate on"
-            raise UserError(what, remedy="give more text")
+            raise DataError(what, where=self.goal.text, remedy="give more text")
         if tokens is None:
             tokens = rounded(TOKENS_OF_EACH * _multiplied(first, data))
         settings = self._settings(preset, first, data, tokens)
@@ -288,13 +317,18 @@ class _Draft:
         text = tomli_w.dumps(settings)
         # Words may override what is only our choice, such as the rate of an optimizer.
         ours = ("optim.lr", "optim.momentum_warmup", "schedule.min_lr", "train.recompute")
-        return load_text(
-            text,
-            tuple(self.goal.words),
-            place="the new run",
-            find_model=self.find_model,
-            defaults=ours,
-        )
+        words = tuple(self.goal.words)
+        try:
+            return load_text(text, words, place=_PLACE, find_model=self.find_model, defaults=ours)
+        except UserError as error:
+            # Nobody has seen the lines of this text.
+            raise UserError(
+                [
+                    replace(one, where=_LINE.sub("", one.where or "") or None)
+                    for one in error.problems
+                ],
+                exit=error.exit,
+            ) from error
 
 
 def planned_layout(config: RunConfig, machine: Machine, *, vocab: int) -> LayoutPlan | None:

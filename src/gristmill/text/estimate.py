@@ -5,20 +5,32 @@
 Both ratios are those of a sample: pieces of files that are spread over the list, a MiB in all. A
 tokenizer that is to be learnt from the text is learnt from the sample, where it finds a little more
 to merge than it will in the whole. Files that differ much from the sampled ones make the figure
-wrong; `prepare` counts.
+wrong; `prepare` counts. What `prepare` would drop, such as an image in a folder of text, counts as
+no text; if there is nothing else, the error says why.
 """
 
 from __future__ import annotations
 
+import codecs
 import itertools
+import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gristmill.base.errors import DataError
 from gristmill.text.sources.reading import STDIN, find_sources, is_plain_text, read_rows
-from gristmill.text.sources.source import DAMAGE, ReadOptions, Source
+from gristmill.text.sources.source import (
+    DAMAGE,
+    ReadError,
+    ReadOptions,
+    Reason,
+    Source,
+    check_encoding,
+    damaged,
+)
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer
 
@@ -89,26 +101,38 @@ def estimate_text(names: Sequence[str], options: ReadOptions | None = None) -> T
         )
     options = options or ReadOptions()
     sources = find_sources(names, options).sources
-    texts: list[str] = []
-    disk = text = 0
+    some, disk, text = list[_Read](), 0, 0
     for source in _spread(sources):
         read = _read_some(source, options, _SAMPLE // min(len(sources), _FILES))
+        some.append(read)
         disk, text = disk + read.disk, text + read.text
-        texts += read.texts
         if text >= _SAMPLE:
             break
-    if not texts:
-        raise DataError(
-            "there is no text in it",
-            where=" ".join(names),
-            remedy="texts in JSON are read from the key text; name another to `gristmill prepare "
-            "--json-key`, then give the name of the token set",
-        )
+    if not text:
+        raise _no_text(names, some, options)
+    texts = tuple(one for read in some for one in read.texts)
     sizes = [source.size for source in sources]
     whole = None if None in sizes else sum(filter(None, sizes))
     known = whole is not None and disk > 0
     total = round((whole or 0) * text / disk) if known else None
-    return TextEstimate(len(sources), whole, total, tuple(texts))
+    return TextEstimate(len(sources), whole, total, texts)
+
+
+def _no_text(names: Sequence[str], some: Sequence[_Read], options: ReadOptions) -> DataError:
+    """Why a sample of the sources has no text: what a file itself says, or the commonest reason."""
+    if failure := next((read.failure for read in some if read.failure), None):
+        return failure
+    where, what = " ".join(names), "there is no text in it"
+    reasons = Counter(reason for read in some for reason in read.reasons)
+    (reason, _), *_ = reasons.most_common(1) or [(Reason.EMPTY_TEXT, 0)]
+    if reason is Reason.INVALID_UTF8:
+        return DataError(f"{what}: it is not UTF-8", where=where, remedy="convert it first")
+    if reason not in (Reason.MISSING_KEY, Reason.WRONG_TYPE):
+        return DataError(what, where=where)
+    keys = next((read.keys for read in some if read.keys), ())
+    has = f"; the first row has {', '.join(keys)}" if keys else ""
+    what += f" under the key {' or '.join(options.keys)}{has}"
+    return DataError(what, where=where, remedy="name the key that holds the text: --json-key KEY")
 
 
 def _spread(sources: Sequence[Source]) -> Iterator[Source]:
@@ -120,30 +144,62 @@ def _spread(sources: Sequence[Source]) -> Iterator[Source]:
 
 @dataclass
 class _Read:
-    texts: list[str]
+    """Some text of a source; of one without any, why."""
+
+    texts: list[str] = field(default_factory=list)
     text: int = 0
     disk: int = 0
+    reasons: list[Reason] = field(default_factory=list)
+    keys: Sequence[str] = ()
+    """Of the first row, where it could have text under another key."""
+    failure: DataError | None = None
 
 
 def _read_some(source: Source, options: ReadOptions, most: int) -> _Read:
     """Some text of one source, with the bytes on disk that it takes."""
     if is_plain_text(source) and source.path is not None:
-        try:
-            with closing(source.open()) as stream:
-                content = stream.read(most)
-                disk = len(content) if source.can_seek else stream.disk
-        except (OSError, *DAMAGE):  # `prepare` says which
-            return _Read([])
-        text = content.decode(errors="ignore")
-        return _Read([text] if text.strip() else [], len(content), disk)
-    read = _Read([])
-    small = ReadOptions(options.keys, options.split, options.separator, block_bytes=_BLOCK)
-    with suppress(DataError):
-        for row in read_rows(source, small):
+        return _read_plain(source, most)
+    read = _Read()
+    try:
+        for row in read_rows(source, replace(options, block_bytes=_BLOCK)):
             if read.text >= most and row.disk != read.disk:
                 break
             read.disk = row.disk
             if isinstance(row.value, str):
                 read.text += len(row.value.encode())
                 read.texts.append(row.value)
+            else:
+                read.reasons.append(row.value)
+    except DataError as error:
+        read.failure = error
+    if not read.text and source.path is not None:
+        read.keys = _keys_of(source)
     return read
+
+
+def _read_plain(source: Source, most: int) -> _Read:
+    """The beginning of a plain text, which `prepare` drops if it is not UTF-8."""
+    try:
+        with closing(source.open()) as stream:
+            content = stream.read(most)
+            disk = len(content) if source.can_seek else stream.disk
+            check_encoding(content)
+    except (ReadError, *DAMAGE) as error:
+        cause = error if isinstance(error, ReadError) else damaged(error)
+        return _Read(failure=DataError(cause.what, where=source.name, remedy=cause.remedy))
+    try:
+        # Not final: the piece may end within a character.
+        text = codecs.getincrementaldecoder("utf-8")().decode(content)
+    except UnicodeDecodeError:
+        return _Read(disk=disk, reasons=[Reason.INVALID_UTF8])
+    if not text.strip():
+        return _Read(disk=disk, reasons=[Reason.EMPTY_TEXT])
+    return _Read([text], len(content), disk)
+
+
+def _keys_of(source: Source) -> Sequence[str]:
+    """The keys of the first row of JSON lines."""
+    with suppress(OSError, ValueError, *DAMAGE), closing(source.open()) as stream:
+        row = json.loads(stream.read(_BLOCK).partition(b"\n")[0])
+        return tuple(row) if isinstance(row, dict) else ()
+    return ()

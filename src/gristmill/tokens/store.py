@@ -290,7 +290,7 @@ def _not_found(prefix: Path, *, format: str | None) -> TokensNotFoundError:
             f"the token set is unfinished: it has no manifest {manifest.name}",
             where=prefix,
             remedy="prepare it again; plain ids of nanoGPT can be read after: gristmill tokens "
-            f"convert {prefix} --from flat -o NEW",
+            f"convert {prefix} --from flat --format flat -o NEW",
         )
     folder = prefix if prefix.is_dir() else prefix.parent
     present = sorted(path.stem for path in folder.glob("*.json") if is_manifest(path))

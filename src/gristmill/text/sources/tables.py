@@ -36,7 +36,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from gristmill.base.errors import optional
+from gristmill.base.errors import on_one_line, optional
 from gristmill.base.units import format_bytes
 from gristmill.text.sources.lines import decoded, text_or_reason
 from gristmill.text.sources.source import (
@@ -66,7 +66,8 @@ def missing_column(key: str, columns: Sequence[str], texts: Sequence[str] = ()) 
     """The failure of a table without a requested column; `texts` are those that hold text, if that
     is known."""
     length = _MAX_NAME_LENGTH
-    shown = [name if len(name) <= length else f"{name[:length]}…" for name in columns[:_MAX_NAMES]]
+    names = [on_one_line(name) for name in columns[:_MAX_NAMES]]
+    shown = [name if len(name) <= length else f"{name[:length]}…" for name in names]
     more = f" and {len(columns) - _MAX_NAMES} more" if len(columns) > _MAX_NAMES else ""
     return ReadError(
         f"there is no column {key!r}; the columns are: {', '.join(shown)}{more}",
