@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.models import drawing as module
@@ -71,16 +75,32 @@ def test_a_region_has_what_the_whole_has_there(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(part, whole[region.slices])
 
 
-def test_torchs_default_format_changes_nothing() -> None:
-    """Libraries set it while they build a model."""
-    usual, other = torch.empty(40, 5), torch.empty(40, 5)
-    fill_normal(usual, 1.0, seed=3, name="w")
-    module._parts.cache_clear()
+@contextlib.contextmanager
+def other_default() -> Iterator[None]:
+    """What libraries do while they build a model."""
     torch.set_default_dtype(torch.bfloat16)
     try:
-        fill_normal(other, 1.0, seed=3, name="w")
+        yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("first", [other_default, FakeTensorMode, torch.inference_mode])
+def test_where_something_is_drawn_first_changes_nothing(first: Callable[[], Any]) -> None:
+    usual, other = torch.empty(40, 5), torch.empty(40, 5)
+    fill_normal(usual, 1.0, seed=3, name="w")
+    module._nodes.cache_clear()
+    with first():
+        fill_normal(torch.empty(40, 5), 1.0, seed=3, name="w")
+    fill_normal(other, 1.0, seed=3, name="w")
+    assert torch.equal(usual, other)
+
+
+def test_torchs_default_format_changes_nothing() -> None:
+    usual, other = torch.empty(40, 5), torch.empty(40, 5)
+    fill_normal(usual, 1.0, seed=3, name="w")
+    with other_default():
+        fill_normal(other, 1.0, seed=3, name="w")
     assert torch.equal(usual, other)
 
 

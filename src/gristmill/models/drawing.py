@@ -19,6 +19,8 @@ from functools import cache
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,8 +56,10 @@ def fill_normal(
 ) -> None:
     """Fill a tensor with what a region of the tensor `name` of a shape holds; without them, it is
     the whole of it."""
+    nodes = torch.from_numpy(_nodes()).to(_device(target))
+    parts = nodes[:-1], nodes[1:] - nodes[:-1]
     for piece, bits in _mixed(target, seed, name, shape, region):
-        piece.copy_(_normal(bits).mul_(std).view(piece.shape))
+        piece.copy_(_normal(bits, *parts).mul_(std).view(piece.shape))
 
 
 def fill_uniform(target: torch.Tensor, low: float, high: float, *, seed: int, name: str) -> None:
@@ -76,8 +80,7 @@ def _mixed(
     region = TensorSlice.whole(shape) if region is None else region
     assert region.shape == tuple(target.shape), f"{region} is not {tuple(target.shape)}"
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
-    # Apple's GPUs have no 64-bit floats and few of the other operations.
-    device = target.device if target.device.type in ("cpu", "cuda") else torch.device("cpu")
+    device = _device(target)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if not shape:
         yield target, _mix(torch.zeros(1, dtype=torch.int64, device=device), key)
@@ -92,6 +95,11 @@ def _mixed(
         begin = region.begin[0] + first
         starts = torch.arange(begin, begin + len(piece), device=device).mul_(strides[0])
         yield piece, _mix((starts.unsqueeze(-1) + within.flatten()).flatten(), key)
+
+
+def _device(target: torch.Tensor) -> torch.device:
+    """Where its numbers are drawn: Apple's GPUs have no 64-bit floats."""
+    return target.device if target.device.type in ("cpu", "cuda") else torch.device("cpu")
 
 
 def _mix(places: torch.Tensor, key: int) -> torch.Tensor:
@@ -111,24 +119,21 @@ def _share(bits: torch.Tensor) -> torch.Tensor:
     return (bits & ((1 << 23) - 1)).float().add_(0.5).mul_(2.0**-23)
 
 
-def _normal(bits: torch.Tensor) -> torch.Tensor:
-    """Normally distributed numbers."""
-    ends, lengths = _parts(bits.device)
+def _normal(bits: torch.Tensor, ends: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Normally distributed numbers, of parts that begin at `ends`."""
     part = (bits >> 48).bitwise_and_(_PARTS - 1)
     inside = _share(bits >> 24).mul_(lengths.index_select(0, part))
     return inside.add_(ends.index_select(0, part))
 
 
 @cache
-def _parts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where parts begin, and how long they are."""
+def _nodes() -> npt.NDArray[np.float32]:
+    """Where parts begin, and the end of the last. No tensor is kept: one that is made while shapes
+    are traced (`FakeTensorMode`) has no numbers."""
     quantile = NormalDist().inv_cdf
     upper = [quantile(0.5 + number / _PARTS) for number in range(_PARTS // 2)]
     upper.append(quantile(1 - _LAST))
-    # In fp32 whatever torch's default is at the moment: they are kept.
-    nodes = torch.tensor([*(-node for node in reversed(upper[1:])), *upper], dtype=torch.float32)
-    nodes = nodes.to(device)
-    return nodes[:-1], nodes[1:] - nodes[:-1]
+    return np.array([*(-node for node in reversed(upper[1:])), *upper], np.float32)
 
 
 class _Drawing(TorchDispatchMode):
