@@ -18,7 +18,7 @@ TORCH       ?= -r $(CONSTRAINTS)
 BENCH       ?=
 ARGS        ?=
 # Tests of several processes mostly wait, so three workers pay on two cores. Files begin in the order
-# of `testpaths`, not those with most tests first: few tests of a file may take longest.
+# that tests/conftest.py gives them, not those with most tests first: few tests of a file may take longest.
 WORKERS     ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 BIN      := $(VENV)/bin

@@ -57,6 +57,20 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
+LONGEST = ("train", "strategies", "distributed", "benchmarks", "docs", "cli")
+"""Folders whose tests take longest. They come first, so that workers end together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    tests = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        return places.get(item.path.relative_to(tests).parts[0], len(places))
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_waiting_for_the_disk() -> Iterator[None]:
     """The processes of tests end at bad moments, but the machine does not."""

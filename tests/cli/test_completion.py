@@ -102,6 +102,10 @@ def test_the_forms_of_shells(tmp_path: Path) -> None:
     assert fish.returncode == 1
 
 
+NO_DETECTION = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+"""typer asks which shell is its parent; tests may have none."""
+
+
 def test_the_script_that_is_installed_works_in_bash(tmp_path: Path) -> None:
     if shutil.which("bash") is None:
         pytest.skip("there is no bash")
@@ -113,7 +117,8 @@ def test_the_script_that_is_installed_works_in_bash(tmp_path: Path) -> None:
         "from gristmill.__main__ import main; main()"
     )
     command = [sys.executable, "-c", code]
-    script = subprocess.run(command, capture_output=True, text=True).stdout
+    environment = {**os.environ, **NO_DETECTION}
+    script = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
     assert "_GRISTMILL_COMPLETE=complete_bash" in script
     asked = f"""
         {script}
@@ -139,7 +144,7 @@ def test_help_that_shells_would_evaluate_is_made_plain() -> None:
 
 def test_the_first_answer_needs_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once completion is installed; and it is installed for `gristmill` however that is called."""
-    environment = {**os.environ, "HOME": str(tmp_path)}
+    environment = {**os.environ, **NO_DETECTION, "HOME": str(tmp_path)}
     command = [sys.executable, "-m", "gristmill", "--install-completion", "bash"]
     subprocess.run(command, check=True, env=environment, capture_output=True)
     assert (tmp_path / ".bash_completions" / "gristmill.sh").is_file()

@@ -130,7 +130,7 @@ def test_the_monitor_explains_what_no_other_process_is_to_blame_for(
 def test_the_command_line_does_not_call_it_a_defect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
+    def fail(**options: object) -> None:
         raise dist.DistBackendError(REMOTE)
 
     monkeypatch.setattr(main, "app", fail)

@@ -315,7 +315,7 @@ class GPTConfig(ModelConfig):
     @property
     def value_layers(self) -> tuple[int, ...]:
         """Layers with value embeddings."""
-        return tuple(range(self.layers - 1, -1, -2))[: self.value_embeddings]
+        return tuple(range(self.layers - 1, -1, -2)[: self.value_embeddings])
 
     def linears(self) -> dict[str, LinearShape]:
         """The linear layers of blocks, by name."""
