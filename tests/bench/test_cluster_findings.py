@@ -1,4 +1,4 @@
-"""What is found in the numbers of clusters that are not here: GPUs, InfiniBand, slow links."""
+"""Findings for simulated measurements: GPUs, InfiniBand, slow links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 
 from gristmill.base.errors import Exit
 from gristmill.base.process import Address
-from gristmill.bench.cluster.attendance import Lost, Standing, Word
 from gristmill.bench.cluster.clocks import judge_clocks
 from gristmill.bench.cluster.collectives import (
     COLLECTIVES,
@@ -25,11 +24,12 @@ from gristmill.bench.cluster.collectives import (
     judge_collectives,
 )
 from gristmill.bench.cluster.devices import judge_devices
-from gristmill.bench.cluster.examination import CHECKS, Report
 from gristmill.bench.cluster.members import Gpu, Member, judge_members
 from gristmill.bench.cluster.network import judge_network, local_network
-from gristmill.bench.cluster.pairs import judge_pairs, tournament
+from gristmill.bench.cluster.pairs import judge_pairs, round_robin
+from gristmill.bench.cluster.runner import CHECKS, Report
 from gristmill.bench.cluster.shared_folder import judge_folder
+from gristmill.bench.cluster.watchdog import CheckState, LostCheck, StackPosition
 from gristmill.bench.finding import Finding
 from gristmill.cli import cluster
 
@@ -58,7 +58,7 @@ def bad(findings: Iterable[Finding]) -> dict[str, Finding]:
 # ------------------------------------------------------------------ members
 
 
-def test_what_is_alike_is_said_once_and_what_is_not_with_its_rank() -> None:
+def test_common_values_are_reported_once_and_others_with_their_rank() -> None:
     team = members(2, 4)
     assert bad(judge_members(team)) == {}
     assert [finding.what for finding in judge_members(team)][:2] == [
@@ -85,14 +85,14 @@ def test_two_processes_on_one_gpu() -> None:
 def network(**changed: Any) -> dict[str, Any]:
     link = {"name": "ib0", "address": "10.0.0.1", "mtu": 9000, "megabits": 100_000}
     port = {"device": "mlx5_0:1", "state": "ACTIVE", "rate": "400", "link_layer": "InfiniBand"}
-    facts = {
+    setup = {
         "interface": link,
         "infiniband": [port],
         "locked_memory": None,
         "shared_memory": 2**36,
         "variables": {},
     }
-    return {**facts, **changed}
+    return {**setup, **changed}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,11 @@ def network(**changed: Any) -> dict[str, Any]:
         ({"infiniband": []}, "InfiniBand", "n1 has 0"),
         ({"locked_memory": 65536}, "locked memory", "64 KiB for rank 1 on n1"),
         ({"shared_memory": 2**26}, "/dev/shm", "64 MiB on n1"),
-        ({"variables": {"NCCL_ALGO": "Ring"}}, "variables", "not set for most, Ring for rank 1"),
+        (
+            {"variables": {"NCCL_ALGO": "Ring"}},
+            "variables",
+            "not set for most, but Ring for",
+        ),
     ],
 )
 def test_a_node_that_is_set_up_differently(changed: dict[str, Any], name: str, says: str) -> None:
@@ -119,9 +123,9 @@ def test_a_node_that_is_set_up_differently(changed: dict[str, Any], name: str, s
 
 
 def test_the_interface_of_this_machine() -> None:
-    facts = local_network(Address("127.0.0.1", 1))
-    assert facts["interface"]["address"] == "127.0.0.1"
-    assert facts["interface"]["name"].startswith("lo")
+    setup = local_network(Address("127.0.0.1", 1))
+    assert setup["interface"]["address"] == "127.0.0.1"
+    assert setup["interface"]["name"].startswith("lo")
     assert local_network(None)["interface"] is None
     assert local_network(Address("no.such.host.invalid", 1))["interface"] is None
 
@@ -161,13 +165,13 @@ def folder(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "name", "says"),
     [
-        ({"written": 4.0}, "folder", "rank 1 on n1 saw what rank 0 wrote in /work/runs only after"),
+        ({"written": 4.0}, "folder", "rank 1 on n1 saw what rank 0 wrote to /work/runs only after"),
         ({"listed": None}, "folder", "only after 10.0s"),
-        ({"mixtures": 2}, "replacing", "rank 1 on n1 read a file that was not whole"),
+        ({"mixtures": 2}, "replacing", "rank 1 on n1 read a partial or missing file"),
         ({"refused": False}, "locks", "rank 1 on n1 could lock what rank 0 on n0 had locked"),
-        ({"refused": None}, "locks", "files cannot be locked here"),
+        ({"refused": None}, "locks", "does not support locks"),
         ({"let_in": False}, "locks", "rank 1 on n1 could not lock what rank 0 had released"),
-        ({"speed": 1e6}, "disk speed", "1 MB/s written at least, all nodes at once; slowest on n1"),
+        ({"speed": 1e6}, "disk speed", "1 MB/s write speed on n1, the slowest of 2 nodes"),
     ],
 )
 def test_a_folder_that_does_not_behave(changed: dict[str, Any], name: str, says: str) -> None:
@@ -206,7 +210,7 @@ def test_devices() -> None:
 def test_gpus_that_do_not_reach_each_other() -> None:
     access = {"peer_access": [[True, False], [False, True]]}
     found = bad(judge_devices([devices(**access), devices()], members(1, 2)))
-    assert "GPUs 0 and 1 of n0 do not reach" in found["peer access"].what
+    assert "GPUs 0 and 1 of n0 cannot access" in found["peer access"].what
     gaming = members(1, 2, name="NVIDIA GeForce RTX 4090")
     assert bad(judge_devices([devices(**access), devices()], gaming)) == {}, "they never do"
 
@@ -244,21 +248,21 @@ def test_slow_links_and_wrong_sums() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 1500])
-def test_expected_numbers_are_exact_in_fp32(n: int) -> None:
-    """By plain sums over the ranks, at the largest number of the pattern."""
+def test_expected_values_are_exact_in_fp32(n: int) -> None:
+    """By plain sums over the ranks, at the largest value of the pattern."""
     for collective in COLLECTIVES.values():
         for rank in {0, 1, n - 1}:
-            parts = [count(n) for count in collective.parts]
-            assert len(collective.sends(rank, n)) == parts[0]
-            assert len(collective.receives(rank, n)) == parts[1]
-            assert max(collective.receives(rank, n)) * 92 < 2**24
-    sent = [COLLECTIVES["reduce-scatter"].sends(rank, n)[1] for rank in range(n)]
-    assert COLLECTIVES["reduce-scatter"].receives(1, n) == [sum(sent)]
-    crossed = [COLLECTIVES["all-to-all"].sends(rank, n)[1] for rank in range(n)]
-    assert COLLECTIVES["all-to-all"].receives(1, n) == crossed
+            chunks = [count(n) for count in collective.chunks]
+            assert len(collective.input_factors(rank, n)) == chunks[0]
+            assert len(collective.output_factors(rank, n)) == chunks[1]
+            assert max(collective.output_factors(rank, n)) * 92 < 2**24
+    sent = [COLLECTIVES["reduce-scatter"].input_factors(rank, n)[1] for rank in range(n)]
+    assert COLLECTIVES["reduce-scatter"].output_factors(1, n) == [sum(sent)]
+    crossed = [COLLECTIVES["all-to-all"].input_factors(rank, n)[1] for rank in range(n)]
+    assert COLLECTIVES["all-to-all"].output_factors(1, n) == crossed
 
 
-def test_a_wrong_number_is_counted_wherever_it_is() -> None:
+def test_a_wrong_value_is_counted_at_any_position() -> None:
     tensor = torch.empty(6, COLUMNS)
     _fill(tensor, [3, 5])
     assert _count_wrong(tensor, [3, 5]) == 0
@@ -273,21 +277,21 @@ def test_a_wrong_number_is_counted_wherever_it_is() -> None:
 
 def test_sizes() -> None:
     assert max(Sizes.of(on_gpus=True).all_reduce) == 2**30
-    assert Sizes.of(on_gpus=False, most=2**16).all_reduce == [2**12, 2**16]
+    assert Sizes.of(on_gpus=False, limit=2**16).all_reduce == [2**12, 2**16]
 
 
 # ------------------------------------------------------------------ pairs
 
 
 @pytest.mark.parametrize("count", range(2, 12))
-def test_everybody_meets_everybody_once(count: int) -> None:
-    rounds = tournament(count)
+def test_every_pair_meets_once(count: int) -> None:
+    rounds = round_robin(count)
     assert len(rounds) == count - 1 + count % 2
     met = [pair for pairs in rounds for pair in pairs]
     assert sorted(met) == list(combinations(range(count), 2))
     for pairs in rounds:
-        taking_part = [place for pair in pairs for place in pair]
-        assert len(taking_part) == len(set(taking_part)) == count - count % 2
+        active = [participant for pair in pairs for participant in pair]
+        assert len(active) == len(set(active)) == count - count % 2
 
 
 def pair(a: int, b: int, rate: float = 4e10, *, wrong: int = 0) -> dict[str, Any]:
@@ -295,7 +299,7 @@ def pair(a: int, b: int, rate: float = 4e10, *, wrong: int = 0) -> dict[str, Any
     return {**values, "wrong": wrong}
 
 
-def test_slow_pairs_are_named_and_who_they_have_in_common() -> None:
+def test_slow_pairs_are_named_and_the_node_they_have_in_common() -> None:
     team = members(5, 1)
     pairs = list(combinations(range(5), 2))
     assert bad(judge_pairs([pair(a, b) for a, b in pairs], team)) == {}
@@ -309,7 +313,7 @@ def test_slow_pairs_are_named_and_who_they_have_in_common() -> None:
     assert (node["pairs"].remedy or "").startswith("n2 is slow with most others")
     wrong = [pair(a, b, wrong=int(b == 4 and a == 0)) for a, b in pairs]
     found = [finding for finding in judge_pairs(wrong, team) if not finding.good]
-    assert found[0].exit is Exit.DEVICE and "what n0 and n4 received was not" in found[0].what
+    assert found[0].exit is Exit.DEVICE and "between n0 and n4 arrived corrupted" in found[0].what
     assert statistics.median(row["bandwidth"] for row in wrong) == 4e10
 
 
@@ -325,39 +329,41 @@ def test_the_worst_finding_gives_the_status() -> None:
     assert report.as_json()["good"] is False and report.as_json()["complete"] is False
 
 
-def test_who_is_to_blame_for_a_check_that_did_not_end() -> None:
+def test_the_likely_cause_of_a_check_that_did_not_finish() -> None:
     team = members(4, 1)
-    waiting, busy = Standing("pairs.py:9, in ping", True), Standing("folder.py:7, in write", False)
-    usual = dict.fromkeys(range(4), waiting)
+    waiting = StackPosition("pairs.py:9, in ping", True)
+    busy = StackPosition("folder.py:7, in write", False)
 
-    def blamed(words: list[Word | None], **standing: Standing | None) -> str:
-        stands = usual | {int(name[1:]): where for name, where in standing.items()}
-        known = {rank: one for rank, one in stands.items() if one is not None}
-        wrote = {rank: word for rank, word in enumerate(words) if word is not None}
-        return Lost("pairs", 60.0, wrote, known).finding(team).what
+    def cause(ranks: list[CheckState | None], **changed: StackPosition | None) -> str:
+        answers = dict.fromkeys(range(4), waiting)
+        answers |= {int(name[1:]): position for name, position in changed.items()}
+        positions = {rank: answer for rank, answer in answers.items() if answer is not None}
+        states = {rank: state for rank, state in enumerate(ranks) if state is not None}
+        return LostCheck("pairs", 60.0, states, positions).finding(team).what
 
-    begun, lost = Word("begun"), Word("failed", "RuntimeError: closed by peer", of_peer=True)
-    own = Word("failed", "ValueError: no")
-    assert blamed([begun, begun, begun, None]) == (
-        "rank 3 on n3 did not come to this check within 60 seconds"
+    begun, ended = CheckState("begun"), CheckState("ended")
+    lost = CheckState("failed", "RuntimeError: closed by peer", caused_by_peer=True)
+    own = CheckState("failed", "ValueError: no")
+    assert cause([begun, begun, begun, None]) == (
+        "rank 3 on n3 did not reach this check within 60 seconds"
         "; rank 3 on n3 is at pairs.py:9, in ping"
     )
-    assert blamed([begun] * 4, r1=None) == "rank 1 on n1 did not answer within 60 seconds"
-    assert blamed([begun] * 4, r2=busy) == (
-        "rank 2 on n2 did not end it within 60 seconds; rank 2 on n2 is at folder.py:7, in write"
+    assert cause([begun] * 4, r1=None) == "rank 1 on n1 did not respond within 60 seconds"
+    assert cause([begun] * 4, r2=busy) == (
+        "rank 2 on n2 did not finish within 60 seconds; rank 2 on n2 is at folder.py:7, in write"
     )
-    assert blamed([Word("ended"), begun, begun, Word("ended")]).startswith(
-        "rank 1 on n1, rank 2 on n2 still wait for each other after 60 seconds; rank 1 on n1 is at"
+    assert cause([ended, begun, begun, ended]).startswith(
+        "rank 1 on n1, rank 2 on n2 still waiting for each other after 60 seconds; rank 1 on n1 is"
     )
-    assert blamed([lost, begun, lost, lost], r1=None).startswith("rank 1 on n1 did not answer; ")
-    assert blamed([lost, begun, own, begun]) == (
-        "rank 2 on n2 failed; rank 2 on n2 says: ValueError: no"
+    assert cause([lost, begun, lost, lost], r1=None).startswith("rank 1 on n1 did not respond; ")
+    assert cause([lost, begun, own, begun]) == (
+        "rank 2 on n2 failed; error of rank 2 on n2: ValueError: no"
     )
 
 
-def test_where_this_process_stands() -> None:
-    assert "test_cluster_findings" not in Standing.of_main_thread().where
-    assert not Standing.of_main_thread().waits
+def test_the_position_of_this_process() -> None:
+    assert "test_cluster_findings" not in StackPosition.of_main_thread().location
+    assert not StackPosition.of_main_thread().waiting
 
 
 def test_the_command_line_knows_the_checks() -> None:

@@ -1,11 +1,11 @@
-"""What a check found, for `gristmill doctor`."""
+"""Findings of the checks of `gristmill doctor`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PROBLEM = 1
-"""The exit status of a finding that is not good, where no other says more."""
+"""The exit status of a problem without a more specific one."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Finding:
     good: bool = True
     remedy: str | None = None
     exit: int = PROBLEM
-    """The exit status if it is not good."""
+    """The exit status if the finding is a problem."""
 
 
 def problem(name: str, what: str, remedy: str, *, exit: int = PROBLEM) -> Finding:
-    """A finding that is not good."""
+    """A finding that reports a problem."""
     return Finding(name, what, False, remedy, exit)

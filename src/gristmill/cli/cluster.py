@@ -1,8 +1,8 @@
-"""`doctor --cluster`: the checks of several processes, started as `train` is.
+"""`doctor --cluster`: checks that run on several processes, started like `train`.
 
-alone on a machine     starts a process for each GPU (`--processes` for another number), and
-                       waits for them; on a machine without GPUs, two on the processor
-under a launcher       is one of its processes
+without a launcher     starts one process for each GPU (`--processes` changes the number), or two on
+                       a machine without GPUs, and waits for them
+under a launcher       runs as one of its processes
 """
 
 from __future__ import annotations
@@ -31,16 +31,13 @@ if TYPE_CHECKING:
     from gristmill.bench.finding import Finding
 
 CHECKS = ("network", "clocks", "folder", "devices", "collectives", "pairs")
-"""Those of `bench/cluster`, without importing torch."""
+"""The names in `bench/cluster/runner.py`, known here without importing torch."""
 _GRACE = 30.0
-"""Seconds that the others have, when a process is lost, to say so: rank 0 still writes what was
-found."""
-_ON_CPU = 2
-"""Processes on a machine without GPUs, if nobody says how many."""
-
-
-LEAST = 5.0
-"""Seconds for which processes wait for each other at least."""
+"""Seconds that the other processes get after one is lost: rank 0 still reports its findings."""
+_CPU_PROCESSES = 2
+"""Default number of processes on a machine without GPUs."""
+MIN_TIMEOUT = 5.0
+"""Shortest time limit in seconds."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,8 @@ class ClusterOptions:
     timeout: float | None
 
     @property
-    def chosen(self) -> tuple[str, ...]:
-        """The checks to make."""
+    def checks(self) -> tuple[str, ...]:
+        """The names of the checks to run."""
         for option, names in (("--only", self.only), ("--skip", self.skip)):
             for name in names:
                 if name not in CHECKS:
@@ -75,18 +72,18 @@ class ClusterOptions:
         )
 
 
-def parse_patience(text: str, option: str) -> float:
-    """Seconds for which one process waits for another."""
+def parse_timeout(text: str, option: str) -> float:
+    """A time limit in seconds."""
     seconds = parse_seconds(text)
-    if seconds < LEAST:
-        remedy = f"give at least {LEAST:.0f}s: a busy process may be late"
+    if seconds < MIN_TIMEOUT:
+        remedy = f"give at least {MIN_TIMEOUT:.0f}s: a busy process may need that long"
         raise UserError(f"{text} is too short", where=option, remedy=remedy, exit=Exit.USAGE)
     return seconds
 
 
-def examine_cluster(options: ClusterOptions, *, supervised: bool) -> int:
-    """Make the checks as one of several processes, or start these; returns the exit status."""
-    chosen = options.chosen
+def check_cluster(options: ClusterOptions, *, supervised: bool) -> int:
+    """Run the checks as one of several processes, or start them all; returns the exit status."""
+    checks = options.checks
     if options.json is not None:
         require_place(options.json)
     if not options.folder.is_dir():
@@ -94,35 +91,35 @@ def examine_cluster(options: ClusterOptions, *, supervised: bool) -> int:
         raise UserError(what, where=f"--folder {options.folder}", remedy=remedy)
     place = ProcessInfo.current()
     if not supervised and place.world == 1:
-        return _start(options)
+        return _launch(options)
     if place.address is None:
         raise UserError(
             f"started as one of {place.world} processes without a rendezvous address",
             where="environment MASTER_ADDR, MASTER_PORT",
-            remedy="start as `train` is started, with torchrun, srun or mpiexec; or set both",
+            remedy="start it like `train`, with torchrun, srun or mpiexec, or set both variables",
         )
-    from gristmill.bench.cluster.examination import Examination
+    from gristmill.bench.cluster.runner import CheckRunner
 
     with ProgressLine("doctor", quiet=place.rank != 0) as line:
 
-        def finish(document: Mapping[str, Any]) -> None:
+        def write_document(document: Mapping[str, Any]) -> None:
             if options.json is not None:
                 write_json(options.json, document)
-            _hide(line)
+            _clear(line)
 
-        examination = Examination(
+        runner = CheckRunner(
             options.folder,
             device=options.device,
-            start=options.start_timeout,
-            limit=options.timeout,
-            chosen=chosen,
-            show=show_finding,
-            progress=line.update,
-            finish=finish,
-            # Whoever started all of them reads the document: no process has failed.
-            tells_status=not (supervised and options.processes is not None),
+            start_timeout=options.start_timeout,
+            timeout=options.timeout,
+            checks=checks,
+            on_finding=show_finding,
+            on_progress=line.update,
+            on_document=write_document,
+            # `_launch` reads the status in the document; a process that exits with it looks failed.
+            exit_by_findings=not (supervised and options.processes is not None),
         )
-        return examination.run(place)
+        return runner.run(place)
 
 
 def show_finding(finding: Finding) -> None:
@@ -133,24 +130,24 @@ def show_finding(finding: Finding) -> None:
         typer.echo(f"{'':>28}{finding.remedy}")
 
 
-def _hide(line: ProgressLine) -> None:
-    """Leave the terminal as it was: the process may end before the line is closed."""
+def _clear(line: ProgressLine) -> None:
+    """Clear the progress line now: the process may exit before the line is closed."""
     if line in ProgressLine.shown:
         line.update(1, 1, "done")
 
 
-def _start(options: ClusterOptions) -> int:
-    """Start all processes on this machine, and see what they found."""
-    processes = options.processes or _processes_here(options.device)
+def _launch(options: ClusterOptions) -> int:
+    """Run all processes on this machine; returns the exit status of their findings."""
+    processes = options.processes or _default_processes(options.device)
     require_gpus(options.device, processes=processes)
     folder = Path(tempfile.mkdtemp(prefix="gristmill-doctor-"))
     document = options.json or folder / "doctor.json"
-    words = [f"--processes={processes}", f"--json={document}", f"--folder={options.folder}"]
-    words += [f"--only={name}" for name in options.only]
-    words += [f"--skip={name}" for name in options.skip]
-    words += [f"--device={options.device}", f"--start-timeout={options.start_timeout:g}s"]
-    words += [] if options.timeout is None else [f"--timeout={options.timeout:g}s"]
-    command = (sys.executable, "-m", "gristmill", "doctor", "--cluster", *words)
+    arguments = [f"--processes={processes}", f"--json={document}", f"--folder={options.folder}"]
+    arguments += [f"--only={name}" for name in options.only]
+    arguments += [f"--skip={name}" for name in options.skip]
+    arguments += [f"--device={options.device}", f"--start-timeout={options.start_timeout:g}s"]
+    arguments += [] if options.timeout is None else [f"--timeout={options.timeout:g}s"]
+    command = (sys.executable, "-m", "gristmill", "doctor", "--cluster", *arguments)
     status = supervise(Job(command, processes, RunFolder(folder)), grace=_GRACE)
     if status == Exit.DONE:
         status = int(read_json(document)["exit"])
@@ -158,6 +155,6 @@ def _start(options: ClusterOptions) -> int:
     return status
 
 
-def _processes_here(device: str) -> int:
+def _default_processes(device: str) -> int:
     gpus = None if device == "cpu" else visible_gpus()
-    return gpus or _ON_CPU
+    return gpus or _CPU_PROCESSES

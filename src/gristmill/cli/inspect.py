@@ -247,14 +247,16 @@ def doctor(
         bool,
         typer.Option(
             "--cluster",
-            help="Check several GPUs or nodes together, before a long run: start it exactly as "
-            "`train` is started. Alone on a machine, it uses all its GPUs.",
+            help="Check several GPUs or nodes together before a long run: start it exactly like "
+            "`train`. Without a launcher, it uses all GPUs of this machine.",
         ),
     ] = False,
     processes: Annotated[
         int | None,
         _cluster_option(
-            min=1, metavar="N", help="Start N processes on this machine, if not one for each GPU."
+            min=1,
+            metavar="N",
+            help="Start N processes on this machine, instead of one for each GPU.",
         ),
     ] = None,
     folder: Annotated[
@@ -262,34 +264,36 @@ def doctor(
     ] = Path(),
     json: Annotated[
         Path | None,
-        _cluster_option(metavar="FILE", help="Write all findings and numbers to this file too."),
+        _cluster_option(
+            metavar="FILE", help="Also write all findings and measurements to this file."
+        ),
     ] = None,
     only: Annotated[
         list[str] | None,
         _cluster_option(
             metavar="CHECK",
-            help="Make this check only (repeatable): network, clocks, folder, devices, "
+            help="Run this check only (repeatable): network, clocks, folder, devices, "
             "collectives, pairs.",
         ),
     ] = None,
     skip: Annotated[
         list[str] | None,
-        _cluster_option(metavar="CHECK", help="Leave this check out (repeatable)."),
+        _cluster_option(metavar="CHECK", help="Skip this check (repeatable)."),
     ] = None,
     device: Annotated[
         Literal["auto", "cuda", "cpu"],
-        _cluster_option(help="Where to multiply and exchange; auto: on GPUs, if there are any."),
+        _cluster_option(help="The devices to check; auto: GPUs, if there are any."),
     ] = "auto",
     start_timeout: Annotated[
         str,
-        _cluster_option(metavar="TIME", help="How long to wait for all processes to come."),
+        _cluster_option(metavar="TIME", help="How long to wait for all processes to join."),
     ] = "2m",
     timeout: Annotated[
         str | None,
         _cluster_option(
             metavar="TIME",
-            help="How long each check may take, if not its own limit; who does not answer by then "
-            "is named.",
+            help="Time limit of each check, instead of its own; the processes that exceed it are "
+            "reported.",
         ),
     ] = None,
 ) -> None:
@@ -299,7 +303,7 @@ def doctor(
     """
     supervised = follow_supervisor()
     if cluster:
-        from gristmill.cli.cluster import ClusterOptions, examine_cluster, parse_patience
+        from gristmill.cli.cluster import ClusterOptions, check_cluster, parse_timeout
 
         options = ClusterOptions(
             processes,
@@ -308,10 +312,10 @@ def doctor(
             only or (),
             skip or (),
             device,
-            parse_patience(start_timeout, "--start-timeout"),
-            None if timeout is None else parse_patience(timeout, "--timeout"),
+            parse_timeout(start_timeout, "--start-timeout"),
+            None if timeout is None else parse_timeout(timeout, "--timeout"),
         )
-        raise typer.Exit(examine_cluster(options, supervised=supervised))
+        raise typer.Exit(check_cluster(options, supervised=supervised))
     given = {"--processes": processes, "--json": json, "--only": only, "--skip": skip}
     for option, value in given.items():
         if value is not None:

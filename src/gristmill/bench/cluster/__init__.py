@@ -1,1 +1,1 @@
-"""Checks of the processes, links, devices and disks of a cluster, before a long run on it."""
+"""Checks of the processes, links, devices and disks of a cluster before a long run."""

@@ -1,14 +1,14 @@
-"""How far the clocks of the nodes are apart.
+"""Clock offsets between the nodes.
 
-Rank 0 asks a process of every node for its time, and takes the middle between question and answer
-for the moment at which it was told:
+Rank 0 asks one process of every node for its time, and assumes that the remote clock was read
+halfway between the request and the reply:
 
-    rank 0   t0 ──────────────── t1        offset = told - (t0 + t1) / 2, wrong by (t1 - t0) / 2
-                  \\          /                         at most
-    other          ── told ──
+    rank 0   t0 ──────────────── t1        offset = remote - (t0 + t1) / 2
+                  \\          /             error  = (t1 - t0) / 2 at most
+    other        ── remote ──
 
-The quickest of some answers is the surest. Nothing of a run's arithmetic depends on clocks, and
-heartbeats are judged by the reader's own; what does is in `WHAT_SUFFERS`.
+Of several replies the fastest one counts, since its error is the smallest. Training does not depend
+on clocks, and heartbeats are judged by the reader's own clock; `CONSEQUENCES` lists what does.
 """
 
 from __future__ import annotations
@@ -21,80 +21,78 @@ import torch
 import torch.distributed as dist
 
 from gristmill.base.units import format_seconds
-from gristmill.bench.cluster.members import Team, named, short_time
+from gristmill.bench.cluster.members import CheckContext, join_names, short_time
 from gristmill.bench.finding import Finding, problem
 
-_ASKED = 20
-MOST = 1.0
-"""Seconds by which clocks may be apart."""
-WHAT_SUFFERS = (
-    (1.0, "lines in the logs of several nodes cannot be put in order"),
+_SAMPLES = 20
+MAX_OFFSET = 1.0
+"""Seconds by which clocks may differ."""
+CONSEQUENCES = (
+    (1.0, "log lines of several nodes cannot be put in order"),
     (
         60.0,
-        "`prepare --status` and `watch` take what works on another node for ended, or the reverse",
+        "`prepare --status` and `watch` may take running work on another node for finished, or the "
+        "reverse",
     ),
-    (300.0, "a run with a time limit stops too early, or too late to save"),
+    (300.0, "a run with a time limit may stop too early, or too late to save"),
 )
-"""From how many seconds on, what goes wrong."""
+"""What goes wrong above an offset in seconds."""
 
 
-def measure_clocks(team: Team) -> dict[str, Any]:
-    """For the first process of each node: seconds that its clock is ahead of rank 0's, and by how
-    much this may be wrong."""
-    group, me = team.control.group, team.world.rank
-    found: dict[str, Any] = {}
-    for host, ranks in team.nodes.items():
-        other = ranks[0]
-        if other == 0:
+def measure_clocks(context: CheckContext) -> dict[str, Any]:
+    """The offset from rank 0's clock and its error in seconds, for the first process of each
+    node."""
+    group, rank = context.control.group, context.world.rank
+    offsets: dict[str, Any] = {}
+    for host, ranks in context.nodes.items():
+        peer = ranks[0]
+        if peer == 0:
             continue
         assert group is not None
-        if me == 0:
-            found[host] = min((_ask(other, group) for _ in range(_ASKED)), key=_doubt)
-        elif me == other:
-            for _ in range(_ASKED):
-                _answer(group)
-    return found
+        if rank == 0:
+            samples = [_request_time(peer, group) for _ in range(_SAMPLES)]
+            offsets[host] = min(samples, key=lambda sample: sample["error"])
+        elif rank == peer:
+            for _ in range(_SAMPLES):
+                _reply_time(group)
+    return offsets
 
 
-def _doubt(answer: Mapping[str, float]) -> float:
-    return answer["error"]
-
-
-def _ask(other: int, group: dist.ProcessGroup) -> dict[str, float]:
-    told = torch.zeros(1, dtype=torch.float64)
+def _request_time(peer: int, group: dist.ProcessGroup) -> dict[str, float]:
+    remote = torch.zeros(1, dtype=torch.float64)
     began = time.time()
-    dist.send(told, group=group, group_dst=other)
-    dist.recv(told, group=group, group_src=other)
+    dist.send(remote, group=group, group_dst=peer)
+    dist.recv(remote, group=group, group_src=peer)
     ended = time.time()
-    return {"offset": float(told) - (began + ended) / 2, "error": (ended - began) / 2}
+    return {"offset": float(remote) - (began + ended) / 2, "error": (ended - began) / 2}
 
 
-def _answer(group: dist.ProcessGroup) -> None:
-    told = torch.zeros(1, dtype=torch.float64)
-    dist.recv(told, group=group, group_src=0)
-    told.fill_(time.time())
-    dist.send(told, group=group, group_dst=0)
+def _reply_time(group: dist.ProcessGroup) -> None:
+    remote = torch.zeros(1, dtype=torch.float64)
+    dist.recv(remote, group=group, group_src=0)
+    remote.fill_(time.time())
+    dist.send(remote, group=group, group_dst=0)
 
 
-def judge_clocks(found: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
-    """Whether clocks are near enough to each other."""
-    if not found:
+def judge_clocks(offsets: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
+    """Whether the clocks are close enough to each other."""
+    if not offsets:
         yield Finding("clocks", "one node, one clock")
         return
-    # Any two nodes may be further apart than each of them is from rank 0's.
-    low = min(0.0, *(answer["offset"] for answer in found.values()))
-    high = max(0.0, *(answer["offset"] for answer in found.values()))
-    doubt = max(answer["error"] for answer in found.values())
-    what = f"at most {short_time(high - low)} apart, known to {short_time(doubt)}"
-    if high - low - 2 * doubt <= MOST:
+    # Two nodes may be further apart from each other than either is from rank 0.
+    low = min(0.0, *(clock["offset"] for clock in offsets.values()))
+    high = max(0.0, *(clock["offset"] for clock in offsets.values()))
+    error = max(clock["error"] for clock in offsets.values())
+    what = f"at most {short_time(high - low)} apart, measured to within {short_time(error)}"
+    if high - low - 2 * error <= MAX_OFFSET:
         yield Finding("clocks", what)
         return
-    apart = [
-        f"{host} is {format_seconds(abs(answer['offset']))} "
-        f"{'ahead' if answer['offset'] > 0 else 'behind'}"
-        for host, answer in found.items()
-        if abs(answer["offset"]) > MOST / 2
+    deviations = [
+        f"{host} is {format_seconds(abs(clock['offset']))} "
+        f"{'ahead' if clock['offset'] > 0 else 'behind'}"
+        for host, clock in offsets.items()
+        if abs(clock["offset"]) > MAX_OFFSET / 2
     ]
-    suffers = [text for seconds, text in WHAT_SUFFERS if high - low > seconds]
-    remedy = "let all nodes take their time from the same server (chrony, ntpd)"
-    yield problem("clocks", f"{named(apart)}: {'; '.join(suffers)}", remedy)
+    consequences = [text for seconds, text in CONSEQUENCES if high - low > seconds]
+    remedy = "synchronize all nodes with the same time server (chrony, ntpd)"
+    yield problem("clocks", f"{join_names(deviations)}: {'; '.join(consequences)}", remedy)

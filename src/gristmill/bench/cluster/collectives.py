@@ -1,19 +1,20 @@
-"""How fast collectives are, by size, and whether what they compute is right.
+"""Bandwidth of collectives by message size, with checked results.
 
     algorithm bandwidth   bytes / seconds
-    bus bandwidth         the same, times what a link has to carry for one byte of n processes:
+    bus bandwidth         algorithm bandwidth times what a link carries per byte with n processes:
                           all-reduce 2 (n-1)/n; all-gather, reduce-scatter, all-to-all (n-1)/n;
-                          broadcast 1. Comparable with the speed of the hardware, whatever n is.
+                          broadcast 1. It compares with the speed of a link for any n.
 
-Both are as nccl-tests define them, where `bytes` are those of the larger of input and output. The
-time is that of the slowest process.
+The definitions are those of nccl-tests: `bytes` is the larger of input and output, and the time is
+that of the slowest process.
 
-Every process sends whole numbers that follow from its rank and the place, small enough that fp32
-adds them exactly; so each knows what it must receive, before and after the timing.
+Every process sends integers that follow from its rank and the position in the tensor, small enough
+for exact sums in fp32. Each process therefore knows the correct result, which is compared before
+and after the timing.
 
     all       all processes together
     inside    the processes of each node, all nodes at the same time
-    across    the first processes of all nodes, the second ones, and so on, all at the same time
+    across    processes with the same local rank on all nodes, all local ranks at the same time
 """
 
 from __future__ import annotations
@@ -29,67 +30,71 @@ import torch.distributed as dist
 
 from gristmill.base.errors import Exit
 from gristmill.base.units import format_bytes
-from gristmill.bench.cluster.members import Member, Team, named, short_time, usual_hardware
+from gristmill.bench.cluster.members import (
+    CheckContext,
+    Member,
+    expected_hardware,
+    join_names,
+    short_time,
+)
 from gristmill.bench.finding import Finding, problem
 
 COLUMNS = 1024
-"""Numbers in a row; all sizes are whole rows of every process."""
+"""Elements of a row; every message is a whole number of rows."""
 _SECONDS = 0.3
-"""For each measurement."""
-_MOST_CALLS = 100
+"""Duration of each measurement."""
+_MAX_CALLS = 100
 FAR_BELOW = 0.5
-"""Of the usual bandwidth of a kind of GPU: less is a fault, and no difference of set-up."""
+"""Share of the expected bandwidth of a kind of GPU; less indicates a fault."""
 FAR_SLOWER = 0.7
-"""Of the median; links below are named."""
+"""Share of the median; slower links are reported."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured, in bytes."""
+    """Message sizes in bytes."""
 
     all_reduce: Sequence[int]
     others: Sequence[int]
 
     @classmethod
-    def of(cls, *, on_gpus: bool, most: int | None = None) -> Sizes:
-        """Up to `most` bytes, if given."""
+    def of(cls, *, on_gpus: bool, limit: int | None = None) -> Sizes:
+        """Up to `limit` bytes, if given."""
         steps = [12, 16, 20, 24, 27, 30] if on_gpus else [12, 16, 20, 24]
         sizes = [2**power for power in steps]
-        some = [2**20, 2**26] if on_gpus else [2**16, 2**22]
-        limit = most or max(sizes)
-        kept = [size for size in sizes if size <= limit] or sizes[:1]
-        return cls(kept, [size for size in some if size <= limit] or sizes[:1])
+        two = [2**20, 2**26] if on_gpus else [2**16, 2**22]
+        limit = limit or max(sizes)
+        all_reduce = [size for size in sizes if size <= limit] or sizes[:1]
+        return cls(all_reduce, [size for size in two if size <= limit] or sizes[:1])
 
 
-# Torch 2.13 has renamed both.
+# Torch 2.13 renamed both.
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], None]
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective: how it is called, and what it must give.
+    """A kind of collective: how to call it, and the correct result.
 
-    Numbers are `factor * pattern`, where the pattern follows from the place: of what a process
-    sends in each of n equal parts, and of what it must receive."""
+    Input and output consist of equal chunks. A chunk holds `factor * pattern`, where the pattern
+    follows from the position alone."""
 
     name: str
-    call: Call
-    """With output, input and group."""
-    bus: Callable[[int], float]
+    call: Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], None]
+    """Takes output, input and group."""
+    bus_factor: Callable[[int], float]
     """Bus bandwidth over algorithm bandwidth."""
-    sends: Callable[[int, int], list[int]]
-    """The factors of each part of the input of a rank of n processes."""
-    receives: Callable[[int, int], list[int]]
-    """Those of its output."""
-    parts: tuple[Callable[[int], int], Callable[[int], int]]
-    """Parts of input and output, of which the larger has n."""
+    input_factors: Callable[[int, int], list[int]]
+    """The factor of each input chunk, for a rank of n processes."""
+    output_factors: Callable[[int, int], list[int]]
+    """The factor of each output chunk, for a rank of n processes."""
+    chunks: tuple[Callable[[int], int], Callable[[int], int]]
+    """The number of chunks of input and output, 1 or n."""
 
 
 def _factor(rank: int) -> int:
-    """Sums of so many stay below 2^24 for 4,000 processes, so fp32 is exact."""
+    """Sums over up to 4,000 processes stay below 2^24, so fp32 is exact."""
     return rank % 64 + 1
 
 
@@ -128,13 +133,13 @@ def _1(n: int) -> int:
     return 1
 
 
-def _most_of(n: int) -> float:
+def _all_but_own(n: int) -> float:
     return (n - 1) / n
 
 
 COLLECTIVES = {
-    one.name: one
-    for one in (
+    collective.name: collective
+    for collective in (
         Collective(
             "all-reduce",
             _all_reduce,
@@ -146,15 +151,15 @@ COLLECTIVES = {
         Collective(
             "all-gather",
             _all_gather,
-            _most_of,
+            _all_but_own,
             lambda rank, n: [_factor(rank)],
-            lambda rank, n: [_factor(other) for other in range(n)],
+            lambda rank, n: [_factor(peer) for peer in range(n)],
             (_1, _n),
         ),
         Collective(
             "reduce-scatter",
             _reduce_scatter,
-            _most_of,
+            _all_but_own,
             lambda rank, n: [_factor(rank)] * n,
             lambda rank, n: [_total(n)],
             (_n, _1),
@@ -162,9 +167,9 @@ COLLECTIVES = {
         Collective(
             "all-to-all",
             _all_to_all,
-            _most_of,
-            lambda rank, n: [_factor(rank + part) for part in range(n)],
-            lambda rank, n: [_factor(other + rank) for other in range(n)],
+            _all_but_own,
+            lambda rank, n: [_factor(rank + peer) for peer in range(n)],
+            lambda rank, n: [_factor(peer + rank) for peer in range(n)],
             (_n, _n),
         ),
         Collective(
@@ -180,125 +185,128 @@ COLLECTIVES = {
 IN_PLACE = ("all-reduce", "broadcast")
 
 
-# ------------------------------------------------------------------ measuring
+# ------------------------------------------------------------------ measurement
 
 
-def measure_collectives(team: Team, sizes: Sizes | None = None) -> list[dict[str, Any]]:
+def measure_collectives(context: CheckContext, sizes: Sizes | None = None) -> list[dict[str, Any]]:
     """A row for each collective, scope and size; on rank 0."""
-    sizes = sizes or Sizes.of(on_gpus=team.on_gpus)
+    sizes = sizes or Sizes.of(on_gpus=context.on_gpus)
     rows = []
-    for scope, ranks, takes_part in _scopes(team):
+    for scope, ranks, participates in _scopes(context):
         for name, collective in COLLECTIVES.items():
             for size in sizes.all_reduce if name == "all-reduce" else sizes.others:
-                team.say(f"{name} of {format_bytes(size)}, {scope}")
-                group = team.group(ranks, scope) if takes_part else None
-                own = None if group is None else _measure(team, collective, group, size)
-                told = team.control.gather(own)
-                if team.control.is_rank0:
-                    rows += _rows(scope, name, told)
+                context.report_progress(f"{name} of {format_bytes(size)}, {scope}")
+                group = context.group(ranks, scope) if participates else None
+                own = None if group is None else _measure(context, collective, group, size)
+                results = context.control.gather(own)
+                if context.control.is_rank0:
+                    rows += _rows(scope, name, results)
     return rows
 
 
-def _scopes(team: Team) -> Iterator[tuple[str, list[int], bool]]:
-    """Names of scopes, with the ranks of this process's group; and whether it is in one."""
-    me, nodes = team.world.rank, list(team.nodes.values())
-    everybody = list(range(len(team.members)))
-    if len(everybody) > 1:
-        yield "all", everybody, True
+def _scopes(context: CheckContext) -> Iterator[tuple[str, list[int], bool]]:
+    """Each scope, the ranks of this process's group in it, and whether it participates."""
+    rank, nodes = context.world.rank, list(context.nodes.values())
+    world = list(range(len(context.members)))
+    if len(world) > 1:
+        yield "all", world, True
     if len(nodes) == 1:
         return
     if any(len(ranks) > 1 for ranks in nodes):
-        yield "inside", next(ranks for ranks in nodes if me in ranks), True
-    if len(nodes) < len(everybody):
-        place = next(ranks.index(me) for ranks in nodes if me in ranks)
-        fits = place < min(map(len, nodes))
-        yield "across", [ranks[place] for ranks in nodes] if fits else [me], fits
+        yield "inside", next(ranks for ranks in nodes if rank in ranks), True
+    if len(nodes) < len(world):
+        local = next(ranks.index(rank) for ranks in nodes if rank in ranks)
+        on_all = local < min(map(len, nodes))
+        yield "across", [ranks[local] for ranks in nodes] if on_all else [rank], on_all
 
 
 def _measure(
-    team: Team, collective: Collective, group: dist.ProcessGroup, size: int
+    context: CheckContext, collective: Collective, group: dist.ProcessGroup, size: int
 ) -> dict[str, Any]:
-    """What one collective took here, and how many numbers were wrong."""
-    device, n, rank = team.world.device, group.size(), group.rank()
-    parts = [count(n) for count in collective.parts]
-    rows = max(1, size // (4 * COLUMNS * max(parts)))
+    """The time of a collective on this rank, and the number of wrong values."""
+    device, n, rank = context.world.device, group.size(), group.rank()
+    chunks = [count(n) for count in collective.chunks]
+    rows = max(1, size // (4 * COLUMNS * max(chunks)))
     input, output = (
-        torch.empty(count * rows, COLUMNS, device=device.torch_device) for count in parts
+        torch.empty(count * rows, COLUMNS, device=device.torch_device) for count in chunks
     )
-    sent, wanted = collective.sends(rank, n), collective.receives(rank, n)
+    sent, expected = collective.input_factors(rank, n), collective.output_factors(rank, n)
 
-    def attempt() -> tuple[int, float]:
+    def checked_call() -> tuple[int, float]:
         _fill(output if collective.name in IN_PLACE else input, sent)
         device.synchronize()
         began = time.monotonic()
         collective.call(output, input, group)
         device.synchronize()
-        return _count_wrong(output, wanted), time.monotonic() - began
+        return _count_wrong(output, expected), time.monotonic() - began
 
-    wrong = attempt()[0]
-    again, seconds = attempt()
-    # Sums of sums would leave the range of fp32.
+    wrong = checked_call()[0]  # warms up
+    wrong_again, seconds = checked_call()
+    # Repeated sums would leave the range of fp32.
     input.zero_()
     output.zero_()
-    calls = _agree(team, group, seconds)
+    calls = _agree_on_calls(context, group, seconds)
     device.synchronize()
     began = time.monotonic()
     for _ in range(calls):
         collective.call(output, input, group)
     device.synchronize()
-    spent = (time.monotonic() - began) / calls
-    wrong += again + attempt()[0]
+    average = (time.monotonic() - began) / calls
+    wrong += wrong_again + checked_call()[0]
     return {
         "ranks": n,
         "leads": rank == 0,
-        "bytes": 4 * COLUMNS * rows * max(parts),
+        "bytes": 4 * COLUMNS * rows * max(chunks),
         "calls": calls,
-        "seconds": spent,
+        "seconds": average,
         "wrong": wrong,
-        "host": team.me.host,
-        "rank": team.me.rank,
+        "host": context.member.host,
+        "rank": context.member.rank,
     }
 
 
-def _agree(team: Team, group: dist.ProcessGroup, seconds: float) -> int:
-    """The number of calls to time: the same for all members, or the rest would wait for ever."""
-    calls = max(3, min(_MOST_CALLS, round(_SECONDS / max(seconds, 1e-6))))
-    told = torch.tensor([calls], dtype=torch.int64, device=team.world.device.torch_device)
-    dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
-    return int(told)
+def _agree_on_calls(context: CheckContext, group: dist.ProcessGroup, seconds: float) -> int:
+    """The number of calls to time, equal on all ranks: a surplus call would wait forever."""
+    calls = max(3, min(_MAX_CALLS, round(_SECONDS / max(seconds, 1e-6))))
+    count = torch.tensor([calls], dtype=torch.int64, device=context.world.device.torch_device)
+    dist.all_reduce(count, dist.ReduceOp.MIN, group=group)
+    return int(count)
 
 
 def _pattern(rows: int, device: torch.device) -> torch.Tensor:
-    """A number for each place, from 1 to 92: neighbours differ, in rows and in columns."""
+    """A value from 1 to 92 for each position; adjacent rows and columns differ."""
     columns = torch.arange(COLUMNS, device=device) % 61
     return (1 + columns[None] + (torch.arange(rows, device=device) % 31)[:, None]).float()
 
 
 def _fill(tensor: torch.Tensor, factors: Sequence[int]) -> None:
-    parts = tensor.chunk(len(factors))
-    pattern = _pattern(len(parts[0]), tensor.device)
-    for part, factor in zip(parts, factors, strict=True):
-        torch.mul(pattern, factor, out=part)
+    chunks = tensor.chunk(len(factors))
+    pattern = _pattern(len(chunks[0]), tensor.device)
+    for chunk, factor in zip(chunks, factors, strict=True):
+        torch.mul(pattern, factor, out=chunk)
 
 
 def _count_wrong(tensor: torch.Tensor, factors: Sequence[int]) -> int:
-    parts = tensor.chunk(len(factors))
-    pattern = _pattern(len(parts[0]), tensor.device)
-    return sum(
-        int((part != factor * pattern).sum()) for part, factor in zip(parts, factors, strict=True)
-    )
+    chunks = tensor.chunk(len(factors))
+    pattern = _pattern(len(chunks[0]), tensor.device)
+    pairs = zip(chunks, factors, strict=True)
+    return sum(int((chunk != factor * pattern).sum()) for chunk, factor in pairs)
 
 
-def _rows(scope: str, name: str, told: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    """Rows of one measurement from what its processes tell: one for each node, or for all."""
-    known = [one for one in told if one is not None]
+def _rows(
+    scope: str, name: str, results: Sequence[Mapping[str, Any] | None]
+) -> list[dict[str, Any]]:
+    """The rows of a measurement from the results of all ranks: one per node for "inside", else one
+    for all."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for one in known:
-        groups.setdefault(one["host"] if scope == "inside" else "", []).append(one)
+    for result in results:
+        if result is not None:
+            groups.setdefault(result["host"] if scope == "inside" else "", []).append(result)
     rows = []
-    for host, members in groups.items():
-        n, size = members[0]["ranks"], members[0]["bytes"]
-        seconds = max(one["seconds"] for one in members)
+    for host, group in groups.items():
+        n, size = group[0]["ranks"], group[0]["bytes"]
+        seconds = max(result["seconds"] for result in group)
+        wrong = {str(result["rank"]): result["wrong"] for result in group if result["wrong"]}
         rows.append(
             {
                 "collective": name,
@@ -306,11 +314,11 @@ def _rows(scope: str, name: str, told: Sequence[Mapping[str, Any] | None]) -> li
                 **({"host": host} if host else {}),
                 "processes": n,
                 "bytes": size,
-                "calls": members[0]["calls"],
+                "calls": group[0]["calls"],
                 "seconds": seconds,
                 "algorithm_bandwidth": size / seconds,
-                "bus_bandwidth": COLLECTIVES[name].bus(n) * size / seconds,
-                "wrong": {str(one["rank"]): one["wrong"] for one in members if one["wrong"]},
+                "bus_bandwidth": COLLECTIVES[name].bus_factor(n) * size / seconds,
+                "wrong": wrong,
             }
         )
     return rows
@@ -322,28 +330,30 @@ def _rows(scope: str, name: str, told: Sequence[Mapping[str, Any] | None]) -> li
 def judge_collectives(
     rows: Sequence[Mapping[str, Any]], members: Sequence[Member]
 ) -> Iterator[Finding]:
-    """Wrong sums first; then how fast, beside what such GPUs usually reach."""
+    """Wrong results first; then the bandwidth against the expected one of these GPUs."""
     if not rows:
-        yield Finding("collectives", "one process has nobody to exchange with")
+        yield Finding("collectives", "skipped: there is only one process")
         return
-    yield from _judge_sums(rows, members)
+    yield from _judge_results(rows, members)
     for scope in dict.fromkeys(row["scope"] for row in rows):
         yield from _judge_scope([row for row in rows if row["scope"] == scope], scope, members)
 
 
-def _judge_sums(rows: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> Iterator[Finding]:
+def _judge_results(
+    rows: Sequence[Mapping[str, Any]], members: Sequence[Member]
+) -> Iterator[Finding]:
     wrong = [row for row in rows if row["wrong"]]
     if not wrong:
-        yield Finding("results", f"all numbers of {len(rows)} measurements are right")
+        yield Finding("results", f"all values in {len(rows)} measurements are correct")
         return
     ranks = sorted({int(rank) for row in wrong for rank in row["wrong"]})
     first = wrong[0]
     count = sum(first["wrong"].values())
-    what = f"{first['collective']} of {format_bytes(first['bytes'])} ({first['scope']}) gave "
-    what += f"{count:,} wrong numbers; in {len(wrong)} of {len(rows)} measurements, on "
-    what += named([members[rank].who for rank in ranks])
-    remedy = "do not train here: a GPU, its memory or a link is faulty; leave out one node after "
-    yield problem("results", what, remedy + "another to find it", exit=Exit.DEVICE)
+    what = f"{first['collective']} of {format_bytes(first['bytes'])} ({first['scope']}) returned "
+    what += f"{count:,} wrong values; in {len(wrong)} of {len(rows)} measurements, on "
+    what += join_names([members[rank].label for rank in ranks])
+    remedy = "do not train here: a GPU, its memory or a link is faulty; exclude one node at a time "
+    yield problem("results", what, remedy + "to find it", exit=Exit.DEVICE)
 
 
 def _judge_scope(
@@ -359,31 +369,31 @@ def _judge_scope(
     where = f" on {slowest['host']}, the slowest of {len(large)} nodes" if len(large) > 1 else ""
     what = f"{rate / 1e9:.3g} GB/s bus bandwidth at {format_bytes(largest)}{where}; "
     what += f"{short_time(max(row['seconds'] for row in small))} for {format_bytes(smallest)}"
-    usual = _usual(scope, members)
-    if usual is not None:
-        what += f"; usually {usual / 1e9:.3g} GB/s"
-    if usual is not None and rate < FAR_BELOW * usual:
-        remedy = "run again with NCCL_DEBUG=INFO, which says by what NCCL sends: NVLink (P2P), "
+    expected = _expected_bandwidth(scope, members)
+    if expected is not None:
+        what += f"; {expected / 1e9:.3g} GB/s expected"
+    if expected is not None and rate < FAR_BELOW * expected:
+        remedy = "run again with NCCL_DEBUG=INFO, which logs the transport: NVLink (P2P), "
         remedy += "InfiniBand (NET/IB) or sockets (NET/Socket)"
         yield problem(name, what, remedy)
         return
     median = statistics.median(row["bus_bandwidth"] for row in large)
     slow = [row["host"] for row in large if row["bus_bandwidth"] < FAR_SLOWER * median]
     if slow:
-        what += f"; {named(slow)} far below the median of {median / 1e9:.3g} GB/s"
-        yield problem(name, what, "look at the links of this node, or leave it out")
+        what += f"; {join_names(slow)} far below the median of {median / 1e9:.3g} GB/s"
+        yield problem(name, what, "check the links of this node, or exclude it")
     else:
         yield Finding(name, what)
 
 
-def _usual(scope: str, members: Sequence[Member]) -> float | None:
-    """Bytes a second that the table has for the links that limit a scope; None on processors."""
-    known = usual_hardware(members[0])
-    if known is None:
+def _expected_bandwidth(scope: str, members: Sequence[Member]) -> float | None:
+    """Bytes per second of the links that limit a scope, from the hardware table; None on CPUs."""
+    hardware = expected_hardware(members[0])
+    if hardware is None:
         return None
-    several = len({member.host for member in members}) > 1
-    # On several nodes, the whole is limited by what is between them, but all links of a node serve
-    # a ring together: only the scopes apart tell what a link does.
-    if scope == "all" and several:
+    multi_node = len({member.host for member in members}) > 1
+    # Over several nodes, the links between them limit a ring, but all links of a node serve it
+    # together: only "inside" and "across" measure a single link.
+    if scope == "all" and multi_node:
         return None
-    return known.between.bandwidth if scope == "across" else known.inside.bandwidth
+    return hardware.between.bandwidth if scope == "across" else hardware.inside.bandwidth

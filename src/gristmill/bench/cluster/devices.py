@@ -1,6 +1,7 @@
-"""The devices of all processes beside each other: speed, errors, and access of GPUs to each other.
+"""Compares the devices of all processes: speed, errors, and peer access between GPUs.
 
-All multiply matrices at the same time, as in training: GPUs of a node share its power and cooling.
+All devices multiply matrices at the same time, as in training, since the GPUs of a node share its
+power and cooling.
 """
 
 from __future__ import annotations
@@ -14,38 +15,38 @@ from typing import Any
 import torch
 
 from gristmill.base.errors import Exit
-from gristmill.bench.cluster.members import Member, Team, named, usual_hardware
+from gristmill.bench.cluster.members import CheckContext, Member, expected_hardware, join_names
 from gristmill.bench.cluster.nvml import gpu_health
 from gristmill.bench.finding import Finding, problem
 
 SLOW = 0.9
-"""Of the median speed; a GPU below is slower than its kind by more than their usual spread."""
+"""Share of the median speed; a GPU below is slower than GPUs of its kind normally vary."""
 _XID = re.compile(r"NVRM: Xid.*")
 _ROUNDS = 3
 
 
-def measure_devices(team: Team) -> list[dict[str, Any]]:
-    """What each process found, by rank; on rank 0."""
-    device = team.world.device
-    device.matrix_rate()  # brings the clock to that of full load
-    team.control.barrier()
+def measure_devices(context: CheckContext) -> list[dict[str, Any]]:
+    """The measurements of each process by rank; on rank 0."""
+    device = context.world.device
+    device.matrix_rate()  # brings the clock to that under full load
+    context.control.barrier()
     rates = [device.matrix_rate() for _ in range(_ROUNDS)]
     own: dict[str, Any] = {
         "flops": statistics.median(rate.flops for rate in rates),
         "format": rates[0].format,
         "peak": device.peak_flops(rates[0].format, tf32=True),
     }
-    gpu = team.me.gpu
+    gpu = context.member.gpu
     if gpu is not None:
         own["health"] = gpu_health(gpu.uuid)
-        if team.leads_node:
+        if context.is_node_leader:
             own["peer_access"] = _peer_access(gpu.visible)
             own["xids"] = _xids()
-    return team.control.gather(own)
+    return context.control.gather(own)
 
 
 def _peer_access(count: int) -> list[list[bool]]:
-    """Which GPUs of this node read each other's memory directly."""
+    """Which GPUs of this node can access each other's memory directly."""
     return [
         [a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)]
         for a in range(count)
@@ -53,7 +54,7 @@ def _peer_access(count: int) -> list[list[bool]]:
 
 
 def _xids() -> list[str] | None:
-    """Errors of GPUs in the kernel's log; None if this user may not read it."""
+    """GPU errors in the kernel log; None if this user may not read it."""
     try:
         done = subprocess.run(("dmesg",), capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -65,32 +66,35 @@ def _xids() -> list[str] | None:
 
 
 def judge_devices(
-    seen: Sequence[Mapping[str, Any]], members: Sequence[Member]
+    results: Sequence[Mapping[str, Any]], members: Sequence[Member]
 ) -> Iterator[Finding]:
-    """Who is slower than the others, and which GPUs have errors."""
-    yield from _judge_speed(seen, members)
-    for member, one in zip(members, seen, strict=True):
-        yield from _judge_health(one.get("health", {}), member)
-        yield from _judge_node(one, member)
+    """Which devices are slower than the others, and which have errors."""
+    yield from _judge_speed(results, members)
+    for member, result in zip(members, results, strict=True):
+        yield from _judge_health(result.get("health", {}), member)
+        yield from _judge_node(result, member)
 
 
-def _judge_speed(seen: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> Iterator[Finding]:
-    median = statistics.median(one["flops"] for one in seen)
-    peak = seen[0]["peak"]
-    what = f"{median / 1e12:.3g} TFLOP/s in large {seen[0]['format']} products, the median"
+def _judge_speed(
+    results: Sequence[Mapping[str, Any]], members: Sequence[Member]
+) -> Iterator[Finding]:
+    median = statistics.median(result["flops"] for result in results)
+    peak, dtype = results[0]["peak"], results[0]["format"]
+    what = f"median of {median / 1e12:.3g} TFLOP/s in large {dtype} matrix products"
     what += f", {median / peak:.0%} of the peak" if peak else ""
     slow = [
-        f"{member.who}: {one['flops'] / median:.0%}{_clocks(one.get('health', {}))}"
-        for member, one in zip(members, seen, strict=True)
-        if one["flops"] < SLOW * median
+        f"{member.label}: {result['flops'] / median:.0%}{_clocks(result.get('health', {}))}"
+        for member, result in zip(members, results, strict=True)
+        if result["flops"] < SLOW * median
     ]
-    # Processes on processors take cores from each other, and others from them.
+    # Processes on a CPU compete for its cores, with each other and with other programs.
     if slow and all(member.gpu is not None for member in members):
-        remedy = "all wait for the slowest: look at its clock, power limit and cooling, or leave "
-        yield problem("speed", f"{what}; slower: {named(slow)}", remedy + "its node out")
+        remedy = "every step waits for the slowest GPU: check its clock, power limit and cooling, "
+        remedy += "or exclude its node"
+        yield problem("speed", f"{what}; slower: {join_names(slow)}", remedy)
     else:
-        least = min(one["flops"] for one in seen)
-        what += f"; the slowest has {least / median:.0%} of it" if len(seen) > 1 else ""
+        slowest = min(result["flops"] for result in results)
+        what += f"; the slowest reaches {slowest / median:.0%} of it" if len(results) > 1 else ""
         yield Finding("speed", what)
 
 
@@ -106,39 +110,39 @@ _UNITS = {"mhz": "MHz", "watts": "W", "celsius": "C"}
 def _judge_health(health: Mapping[str, Any], member: Member) -> Iterator[Finding]:
     remedy = "drain this node and have the GPU tested"
     if health.get("ecc_errors"):
-        what = f"{health['ecc_errors']} memory errors that were not corrected on {member.who}"
+        what = f"{health['ecc_errors']} uncorrected memory errors on {member.label}"
         yield problem("GPU memory", what, remedy, exit=Exit.DEVICE)
     if health.get("rows_failed"):
-        what = f"no spare memory rows are left on {member.who}"
+        what = f"no spare memory rows left on {member.label}"
         yield problem("GPU memory", what, remedy, exit=Exit.DEVICE)
     if health.get("rows_pending"):
-        what = f"memory rows wait to be replaced on {member.who}"
+        what = f"memory rows are pending replacement on {member.label}"
         yield problem("GPU memory", what, "reset the GPU (nvidia-smi -r) before the run")
 
 
-def _judge_node(one: Mapping[str, Any], member: Member) -> Iterator[Finding]:
-    access = one.get("peer_access") or []
-    without = [
+def _judge_node(result: Mapping[str, Any], member: Member) -> Iterator[Finding]:
+    access = result.get("peer_access") or []
+    blocked = [
         f"{a} and {b}"
         for a, row in enumerate(access)
-        for b, reached in enumerate(row)
-        if a < b and not reached
+        for b, accessible in enumerate(row)
+        if a < b and not accessible
     ]
-    if without and not _has_nvlink(member):
-        yield Finding("peer access", f"{len(without)} pairs of GPUs of {member.host} have none")
-    elif without:
-        what = f"GPUs {named(without)} of {member.host} do not reach each other's memory"
-        remedy = "without peer access NCCL goes through host memory: see `nvidia-smi topo -p2p r`; "
-        yield problem("peer access", what, remedy + "virtual machines and IOMMU may prevent it")
+    if blocked and not _has_nvlink(member):
+        yield Finding("peer access", f"none between {len(blocked)} pairs of GPUs of {member.host}")
+    elif blocked:
+        what = f"GPUs {join_names(blocked)} of {member.host} cannot access each other's memory"
+        remedy = "NCCL copies through host memory instead: see `nvidia-smi topo -p2p r`; virtual "
+        yield problem("peer access", what, remedy + "machines and IOMMU may prevent peer access")
     elif len(access) > 1:
-        yield Finding("peer access", f"all {len(access)} GPUs of {member.host} reach each other")
-    if one.get("xids"):
-        what = f"{len(one['xids'])} Xid errors in the kernel's log of {member.host}: "
-        remedy = "look the numbers up in NVIDIA's list of Xid errors; restart the node if in doubt"
-        yield problem("Xid", what + one["xids"][-1], remedy)
+        yield Finding("peer access", f"between all {len(access)} GPUs of {member.host}")
+    if result.get("xids"):
+        what = f"{len(result['xids'])} Xid errors in the kernel log of {member.host}: "
+        remedy = "look up their numbers in NVIDIA's list of Xid errors; reboot the node if in doubt"
+        yield problem("Xid", what + result["xids"][-1], remedy)
 
 
 def _has_nvlink(member: Member) -> bool:
-    """Whether GPUs of this kind are connected by NVLink, as far as the table knows."""
-    known = usual_hardware(member)
-    return known is not None and known.inside.name.startswith("nvlink")
+    """Whether NVLink connects GPUs of this kind, according to the hardware table."""
+    hardware = expected_hardware(member)
+    return hardware is not None and hardware.inside.name.startswith("nvlink")

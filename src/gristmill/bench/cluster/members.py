@@ -1,10 +1,10 @@
-"""Who is there: what each process says of itself, and what differs between them.
+"""The processes that take part in a check, and the differences between them.
 
-    Member   one process: place, host, device, versions, network, as JSON
-    Team     all of them, with the groups that checks exchange messages in
+    Member         one process: rank, host, device and versions, as JSON
+    CheckContext   all processes, and the process groups of the checks
 
-The members are told through the store of the rendezvous, before any process group exists: a missing
-process, or two on one GPU, would keep groups from being made.
+Processes exchange their `Member` through the rendezvous store, before any process group exists: a
+missing process, or two processes on one GPU, would prevent the groups from being formed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gristmill.distributed.world import World
 from gristmill.plan.hardware import Hardware, match_hardware
 from gristmill.train.environment import code_commit, version
 
-_FEW = 4
+_MAX_NAMES = 4
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Gpu:
     memory: int
     """Bytes."""
     visible: int
-    """How many GPUs the process sees."""
+    """Number of GPUs visible to the process."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a process says of itself."""
+    """Description of a process."""
 
     rank: int
     local_rank: int
@@ -72,18 +72,18 @@ class Member:
         return asdict(self)
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
         return f"rank {self.rank} on {self.host}"
 
 
 def _gpu(place: ProcessInfo, device: torch.device) -> Gpu | None:
-    """The GPU that `open_world` will give to this process; None if there is none."""
+    """The GPU that `open_world` will select for this process; None without a GPU."""
     if device.type != "cuda":
         return None
     count = torch.cuda.device_count()
-    # One that sees too few is given the first: as a second process on it, it is found out.
-    own = place.local_rank if place.local_rank < count else 0
-    properties = torch.cuda.get_device_properties(own)
+    # With too few visible GPUs the process reports the first, so `judge_members` finds it shared.
+    index = place.local_rank if place.local_rank < count else 0
+    properties = torch.cuda.get_device_properties(index)
     uuid = str(getattr(properties, "uuid", ""))
     return Gpu(properties.name, uuid, properties.total_memory, count)
 
@@ -103,28 +103,28 @@ def _versions() -> dict[str, str | None]:
 
 
 def nccl_version() -> str | None:
-    """The version of the NCCL that torch uses; None if it has none."""
+    """The version of NCCL in torch; None if torch was built without it."""
     try:
-        found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        number = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     except (RuntimeError, AttributeError):
         return None
-    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+    return ".".join(map(str, number)) if isinstance(number, tuple) else str(number)
 
 
-# ------------------------------------------------------------------ all of them
+# ------------------------------------------------------------------ all processes
 
 
 @dataclass
-class Team:
-    """All processes, as one of them sees them."""
+class CheckContext:
+    """All processes and their groups, as seen by one process."""
 
     world: World
     control: ControlGroup
     members: Sequence[Member]
     """By rank."""
     folder: Path = field(default_factory=Path)
-    """Where the run folder would be."""
-    say: Callable[[str], None] = lambda message: None
+    """The folder to check, where run folders would be."""
+    report_progress: Callable[[str], None] = lambda message: None
     """Shows what a check is doing."""
 
     @cached_property
@@ -138,11 +138,11 @@ class Team:
         return [ranks[0] for ranks in self.nodes.values()]
 
     @property
-    def me(self) -> Member:
+    def member(self) -> Member:
         return self.members[self.world.rank]
 
     @property
-    def leads_node(self) -> bool:
+    def is_node_leader(self) -> bool:
         return self.world.rank in self.leaders
 
     @property
@@ -152,12 +152,12 @@ class Team:
     def group(
         self, ranks: list[int], purpose: str, *, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """A group of these processes, this one among them; None if it is alone."""
+        """A group of these ranks, which include this process; None for a single rank."""
         return self.world.groups.of(ranks, purpose=f"doctor: {purpose}", backend=backend)
 
 
 def nodes_of(members: Sequence[Member]) -> dict[str, list[int]]:
-    """The ranks of each host, in their order."""
+    """The ranks of each host, in ascending order."""
     nodes: dict[str, list[int]] = {}
     for member in members:
         nodes.setdefault(member.host, []).append(member.rank)
@@ -165,77 +165,86 @@ def nodes_of(members: Sequence[Member]) -> dict[str, list[int]]:
 
 
 def short_time(seconds: float) -> str:
-    """A moment in words: "85 us", "4.7 ms"."""
+    """A short duration as text: "85 us", "4.7 ms"."""
     return f"{1e6 * seconds:.3g} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
 
 
-def usual_hardware(member: Member) -> Hardware | None:
-    """What the table of devices has for the GPU of a process."""
+def expected_hardware(member: Member) -> Hardware | None:
+    """The entry of the hardware table for the GPU of a process; None without one."""
     gpu = member.gpu
     return None if gpu is None else match_hardware(gpu.name, memory=gpu.memory)
 
 
-def named(names: Sequence[object], *, most: int = 8) -> str:
-    """A list in words, cut if it is long."""
-    shown = ", ".join(map(str, names[:most]))
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def join_names(names: Sequence[object], *, limit: int = 8) -> str:
+    """Names separated by commas; those beyond the limit are only counted."""
+    shown = ", ".join(map(str, names[:limit]))
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-# ------------------------------------------------------------------ what differs
+# ------------------------------------------------------------------ findings
 
 
 def judge_members(members: Sequence[Member]) -> Iterator[Finding]:
-    """Who is there, and what is not alike."""
+    """The processes, and the differences between them."""
     nodes = nodes_of(members)
     counts = sorted({len(ranks) for ranks in nodes.values()})
     each = "" if len(nodes) == 1 else f", {' or '.join(map(str, counts))} on each"
     hosts = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
-    what = f"{len(members)} on {hosts}{each}: {named(list(nodes))}"
+    what = f"{len(members)} on {hosts}{each}: {join_names(list(nodes))}"
     if len(counts) > 1:
-        most = {host: len(ranks) for host, ranks in nodes.items() if len(ranks) != counts[-1]}
-        fewer = named([f"{host} has {count}" for host, count in most.items()])
+        incomplete = [
+            f"{host} has {len(ranks)}" for host, ranks in nodes.items() if len(ranks) != counts[-1]
+        ]
         yield problem(
-            "processes", f"{what}; {fewer}", "layouts need the same number of processes on each"
+            "processes",
+            f"{what}; {join_names(incomplete)}",
+            "start equally many processes on each node",
         )
     else:
         yield Finding("processes", what)
-    yield from _devices(members)
+    yield from _judge_devices(members)
     for name in members[0].versions:
-        yield from _differing(name, [member.versions[name] for member in members], members)
+        yield from _compare(name, [member.versions[name] for member in members], members)
 
 
-def _devices(members: Sequence[Member]) -> Iterator[Finding]:
-    kinds = [_kind(member) for member in members]
-    yield from _differing("device", kinds, members, always=True)
+def _judge_devices(members: Sequence[Member]) -> Iterator[Finding]:
+    kinds = [_device_kind(member) for member in members]
+    yield from _compare("device", kinds, members, always=True)
     users: dict[str, list[Member]] = {}
     for member in members:
         if member.gpu is not None and member.gpu.uuid:
             users.setdefault(member.gpu.uuid, []).append(member)
     for uuid, sharing in users.items():
         if len(sharing) > 1:
-            what = f"{named([member.who for member in sharing])} use the same GPU, {uuid}"
+            what = f"{join_names([member.label for member in sharing])} use the same GPU, {uuid}"
             remedy = "start one process for each GPU, or let every process see all GPUs of its node"
             yield problem("shared GPU", what, remedy)
 
 
-def _kind(member: Member) -> str:
+def _device_kind(member: Member) -> str:
     gpu = member.gpu
     return member.device.upper() if gpu is None else f"{gpu.name}, {format_bytes(gpu.memory)}"
 
 
-def _differing(
+def _compare(
     name: str, values: Sequence[str | None], members: Sequence[Member], *, always: bool = False
 ) -> Iterator[Finding]:
-    """What all have in common; or who is different from most."""
-    usual, count = Counter(values).most_common(1)[0]
+    """The common value; or the processes whose value differs from the most frequent one."""
+    common, count = Counter(values).most_common(1)[0]
     if count == len(values):
-        if always or usual is not None:
-            yield Finding(name, str(usual))
+        if always or common is not None:
+            yield Finding(name, str(common))
         return
     others: dict[str | None, list[str]] = {}
     for value, member in zip(values, members, strict=True):
-        if value != usual:
-            others.setdefault(value, []).append(member.who)
-    unlike = [f"{value} on {named(who, most=_FEW)}" for value, who in others.items()]
-    remedy = "install the same on all nodes" if name != "device" else "use nodes of one kind"
-    yield problem(name, f"{usual} on {count}, but {'; '.join(unlike)}", remedy)
+        if value != common:
+            others.setdefault(value, []).append(member.label)
+    differing = [
+        f"{value} on {join_names(labels, limit=_MAX_NAMES)}" for value, labels in others.items()
+    ]
+    remedy = (
+        "install the same version on all nodes"
+        if name != "device"
+        else "use the same kind of device on all nodes"
+    )
+    yield problem(name, f"{common} on {count}, but {'; '.join(differing)}", remedy)

@@ -1,4 +1,4 @@
-"""What NVIDIA's management library (NVML) says of a GPU; nothing where there is none."""
+"""Driver version and GPU health from NVIDIA's management library (NVML), where available."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _THROTTLED = {
     "power": 0x04 | 0x80,
     "hardware": 0x08,
 }
-"""Reasons for a lower clock that are not the user's choice."""
+"""Bits of the reasons for a lower clock that the user did not choose."""
 
 
-def _ask(question: Callable[..., T], *given: Any) -> T | None:
-    """The answer of the library; None if this one has none."""
+def _query(function: Callable[..., T], *args: Any) -> T | None:
+    """The result of a function of NVML; None if it is not available."""
     try:
-        return question(*given)
-    # NVML has errors of its own for whatever a driver or a GPU does not support.
+        return function(*args)
+    # NVML raises its own errors for whatever a driver or a GPU does not support.
     except Exception:
         return None
 
 
 def _open() -> Any:
-    nvml = _ask(importlib.import_module, "pynvml")
+    nvml = _query(importlib.import_module, "pynvml")
     if nvml is None:
         return None
     try:
@@ -37,39 +37,39 @@ def _open() -> Any:
 
 
 def driver_version() -> str | None:
-    """The version of the driver; None if it does not tell."""
+    """The version of the driver; None if it is not available."""
     nvml = _open()
     if nvml is None:
         return None
-    found = _ask(nvml.nvmlSystemGetDriverVersion)
-    _ask(nvml.nvmlShutdown)
-    return found.decode() if isinstance(found, bytes) else found
+    driver = _query(nvml.nvmlSystemGetDriverVersion)
+    _query(nvml.nvmlShutdown)
+    return driver.decode() if isinstance(driver, bytes) else driver
 
 
 def gpu_health(uuid: str) -> dict[str, Any]:
-    """Clock, power, temperature and errors of a GPU; without what it does not tell."""
+    """Clock, power, temperature and errors of a GPU, as far as they are available."""
     nvml = _open()
     if nvml is None:
         return {}
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-    handle = _ask(nvml.nvmlDeviceGetHandleByUUID, name)
+    handle = _query(nvml.nvmlDeviceGetHandleByUUID, name)
     values: dict[str, Any] = {}
     if handle is not None:
-        remapped = _ask(nvml.nvmlDeviceGetRemappedRows, handle)
-        reasons = _ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        remapped = _query(nvml.nvmlDeviceGetRemappedRows, handle)
+        reasons = _query(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
         milliwatts = {
-            "watts": _ask(nvml.nvmlDeviceGetPowerUsage, handle),
-            "watts_limit": _ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle),
+            "watts": _query(nvml.nvmlDeviceGetPowerUsage, handle),
+            "watts_limit": _query(nvml.nvmlDeviceGetEnforcedPowerLimit, handle),
         }
         values = {
-            "mhz": _ask(nvml.nvmlDeviceGetClockInfo, handle, 1),
-            "mhz_most": _ask(nvml.nvmlDeviceGetMaxClockInfo, handle, 1),
+            "mhz": _query(nvml.nvmlDeviceGetClockInfo, handle, 1),
+            "mhz_most": _query(nvml.nvmlDeviceGetMaxClockInfo, handle, 1),
             **{key: None if value is None else value / 1000 for key, value in milliwatts.items()},
-            "celsius": _ask(nvml.nvmlDeviceGetTemperature, handle, 0),
-            "throttled": None if reasons is None else _names(int(reasons)),
-            # Errors that were not corrected, since the driver was loaded.
-            "ecc_errors": _ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
-            "ecc_errors_ever": _ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 1),
+            "celsius": _query(nvml.nvmlDeviceGetTemperature, handle, 0),
+            "throttled": None if reasons is None else _throttle_reasons(int(reasons)),
+            # Uncorrected errors since the driver was loaded.
+            "ecc_errors": _query(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
+            "ecc_errors_ever": _query(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 1),
         }
         if remapped is not None:
             corrected, uncorrected, pending, failed = remapped
@@ -78,9 +78,9 @@ def gpu_health(uuid: str) -> dict[str, Any]:
                 "rows_pending": bool(pending),
                 "rows_failed": bool(failed),
             }
-    _ask(nvml.nvmlShutdown)
+    _query(nvml.nvmlShutdown)
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _names(reasons: int) -> list[str]:
+def _throttle_reasons(reasons: int) -> list[str]:
     return [name for name, bits in _THROTTLED.items() if reasons & bits]
