@@ -14,10 +14,10 @@ def main() -> None:
         from gristmill.base.exits import exit_on_stop_signals
 
         exit_on_stop_signals()
-    if asked := os.environ.get("_GRISTMILL_COMPLETE"):
-        from gristmill.cli.completion import answer
+    if request := os.environ.get("_GRISTMILL_COMPLETE"):
+        from gristmill.cli.completion import print_completions
 
-        if answer(asked):
+        if print_completions(request):
             return
     from gristmill.base.caches import use_compile_caches
 

@@ -1,4 +1,4 @@
-"""What the shell is answered when somebody presses TAB."""
+"""Completion of command lines in shells."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_help_that_shells_would_evaluate_is_made_plain() -> None:
-    assert completion._plain('Run `rm` on "$HOME"; it\'s (done)') == "Run rm on HOME its (done)"
-    assert len(completion._plain("word " * 100)) <= 61
+    assert completion._sanitize('Run `rm` on "$HOME"; it\'s (done)') == "Run rm on HOME its (done)"
+    assert len(completion._sanitize("word " * 100)) <= 61
 
 
 def test_the_first_answer_needs_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command line in a folder of its own, on a processor whose speed is known."""
+    """The command line in a folder of its own, on a CPU of known speed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("gristmill.plan.calibration.shutil.which", lambda name: None)
@@ -90,7 +90,7 @@ def test_what_is_written_is_what_was_planned(run: Run, text: Path, tmp_path: Pat
 
 
 def test_the_memory_is_that_of_the_process(run: Run, text: Path) -> None:
-    """On a processor Python and torch take most of it."""
+    """On a CPU Python and torch take most of it."""
     assert 400 * 2**20 < new(run, text.name)["memory_bytes"] < 800 * 2**20
 
 
@@ -111,8 +111,8 @@ def test_the_estimate_is_near_to_what_prepare_counts(run: Run, text: Path) -> No
 def test_tokens_that_are_there_are_not_prepared_again(run: Run, text: Path) -> None:
     run("prepare", text.name, "-o", "tokens/My-stories", "-t", "bytes", "--workers", "1")
     said = run("new", text.name).stdout
-    assert "was prepared before" in said and "gristmill prepare" not in said
-    with pytest.raises(UserError, match="its tokenizer with it"):
+    assert "was already prepared" in said and "gristmill prepare" not in said
+    with pytest.raises(UserError, match="already exists"):
         run("new", text.name, "-t", "gpt2", "--force")
 
 
@@ -128,7 +128,7 @@ def test_held_out_sets_become_the_validation_set(run: Run, text: Path, tmp_path:
 
 def test_nothing_is_replaced(run: Run, text: Path, tmp_path: Path) -> None:
     (tmp_path / "My-stories.toml").write_text("mine")
-    with pytest.raises(UserError, match="such a file already"):
+    with pytest.raises(UserError, match="file already exists"):
         run("new", text.name)
     assert (tmp_path / "My-stories.toml").read_text() == "mine"
     run("new", text.name, "--force")
@@ -137,7 +137,7 @@ def test_nothing_is_replaced(run: Run, text: Path, tmp_path: Path) -> None:
 
 def test_a_run_of_that_name_is_told_of(run: Run, text: Path, tmp_path: Path) -> None:
     (tmp_path / "runs" / "My-stories").mkdir(parents=True)
-    assert "holds a run already" in run("new", text.name).stderr
+    assert "already holds a run" in run("new", text.name).stderr
 
 
 def test_without_a_source_the_time_decides(run: Run, tmp_path: Path) -> None:
@@ -199,9 +199,9 @@ def test_the_schema_line_stands_where_an_editor_finds_the_schema(
         (["-o", "cache"], "is a folder"),
         (["-o", "no/where.toml"], "there is no folder"),
         (["-t", "nonsense-9000"], "there is no such tokenizer|tokenizer"),
-        (["-t", "characters"], "known only with the text"),
-        (["openwebtext", "nowhere"], "on its own"),
-        (["nowhere", "openwebtext"], "on its own"),
+        (["-t", "characters"], "needs the text"),
+        (["openwebtext", "nowhere"], "prepared separately"),
+        (["nowhere", "openwebtext"], "prepared separately"),
         (["data.paths=tokens/x"], "the source decides it"),
         (["train.until=9 steps", "--hours", "1"], "decide it too"),
         (["name=a b"], "^name: "),
@@ -266,7 +266,7 @@ def test_files_of_a_token_set_name_the_set(run: Run, text: Path, tmp_path: Path)
     with pytest.raises(DataError, match=r"holds token sets\n.*elsewhere/mine"):
         run("new", "elsewhere")
     for words in ((text.name, "elsewhere/mine"), ("elsewhere/mine", text.name)):
-        with pytest.raises(UserError, match="no text or other set can be added"):
+        with pytest.raises(UserError, match="cannot be combined with other sources"):
             run("new", *words)
 
 

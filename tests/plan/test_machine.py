@@ -59,14 +59,14 @@ def test_only_visible_gpus_count(
     assert [name for name, _ in nvidia_devices()] == names
 
 
-def test_a_gpu_that_the_table_does_not_know_is_no_processor(gpus: Path) -> None:
+def test_an_unknown_gpu_is_not_taken_for_a_cpu(gpus: Path) -> None:
     gpus.write_text("NVIDIA GeForce RTX 3060, 12288\n")
     machine = find_machine()
     assert machine.is_gpu and machine.hardware.memory == 12288 * 2**20
     assert machine.described == "one NVIDIA GeForce RTX 3060" and "l4" in machine.source
 
 
-def test_a_processor_is_timed(no_gpu: None) -> None:
+def test_a_cpu_is_timed(no_gpu: None) -> None:
     machine = find_machine()
     assert machine.hardware.name == "cpu" and not machine.is_gpu
     assert 0 < machine.hardware.rates.product_share != open_hardware("cpu").rates.product_share

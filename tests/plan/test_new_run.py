@@ -17,16 +17,16 @@ from gristmill.plan.machine import Machine
 from gristmill.plan.new_file import expected, file_text
 from gristmill.plan.new_run import (
     GOOD_EPOCHS,
-    MOST_EPOCHS,
-    TOKENS_OF_EACH,
+    MAX_EPOCHS,
+    TOKENS_PER_PARAMETER,
     DataFacts,
     NewRun,
     RunGoal,
-    batch_of,
+    choose_batch,
     choose_run,
-    rate_of,
-    rounded,
-    split_of,
+    choose_split,
+    learning_rate,
+    round_down,
 )
 
 H200 = Machine(open_hardware("h200"), 1, "one h200", "by the figures of h200")
@@ -52,7 +52,9 @@ def choose(
 
 
 def text_of(run: NewRun) -> str:
-    return file_text(run, made="gristmill new", facts=["So much."], commands=["do"], schema=False)
+    return file_text(
+        run, command_line="gristmill new", facts=["So much."], commands=["do"], schema=False
+    )
 
 
 def test_more_time_and_more_text_choose_larger_models() -> None:
@@ -64,17 +66,17 @@ def test_more_time_and_more_text_choose_larger_models() -> None:
 
 def test_a_chosen_size_gets_its_tokens_and_the_next_one_would_not() -> None:
     run = choose(2 * 10**9, hours=5)
-    assert run.tokens >= TOKENS_OF_EACH * run.parameters
+    assert run.tokens >= TOKENS_PER_PARAMETER * run.parameters
     assert run.seconds <= 5 * HOUR * 1.05
     names = [name for name in preset_names() if name.startswith("modern-")]
     larger = choose(2 * 10**9, hours=5, preset=names[names.index(str(run.config.preset)) + 1])
-    assert larger.tokens < TOKENS_OF_EACH * larger.parameters
+    assert larger.tokens < TOKENS_PER_PARAMETER * larger.parameters
 
 
 def test_a_small_text_is_repeated_but_not_for_ever() -> None:
     run = choose(200_000, vocab=1024)
     assert run.config.preset == "modern-nano"
-    assert run.epochs is not None and 0.85 * MOST_EPOCHS < run.epochs < 1.1 * MOST_EPOCHS
+    assert run.epochs is not None and 0.85 * MAX_EPOCHS < run.epochs < 1.1 * MAX_EPOCHS
     enough = choose(10**9, hours=100, preset="modern-mini")
     assert enough.epochs is not None and enough.epochs < 1.1 * GOOD_EPOCHS
 
@@ -125,11 +127,11 @@ def test_every_kind_of_preset_has_its_optimizer(name: str) -> None:
 
 
 def test_settings_take_part_in_the_choice() -> None:
-    run = choose(10**8, words=("data.sequence=64", "optim.type=sgd", "data.split=8,2"))
+    run = choose(10**8, overrides=("data.sequence=64", "optim.type=sgd", "data.split=8,2"))
     assert run.resolved.sequence == 64 and run.config.optim.type == "sgd"
     assert run.config.data.split == "8,2" and "split" not in run.settings["data"]
     with pytest.raises(UserError, match="did you mean"):
-        choose(words=("train.bacth=8",))
+        choose(overrides=("train.bacth=8",))
 
 
 def test_a_validation_set_of_its_own() -> None:
@@ -139,38 +141,38 @@ def test_a_validation_set_of_its_own() -> None:
 
 
 def test_without_a_tokenizer_no_text_is_written() -> None:
-    assert choose(10**8, samples=False).config.sample is None
+    assert choose(10**8, has_tokenizer=False).config.sample is None
 
 
 def test_splits_hold_out_enough_and_not_too_much() -> None:
     for tokens, sequence in itertools.product((10**3, 10**4, 10**6, 10**8, 10**10), (128, 1024)):
-        split, length = split_of(tokens, sequence=sequence)
+        split, length = choose_split(tokens, sequence=sequence)
         held = tokens * float(split.split(",")[1]) / sum(map(float, split.split(",")))
         assert held >= 2 * (length + 1) or length == 32
         assert length <= sequence
-    assert split_of(None, sequence=1024) == ("99,1", 1024)
-    assert split_of(10**10, sequence=1024) == ("999,1", 1024)
+    assert choose_split(None, sequence=1024) == ("99,1", 1024)
+    assert choose_split(10**10, sequence=1024) == ("999,1", 1024)
 
 
 def test_batches_grow_with_the_run_and_suit_the_devices() -> None:
     horizons = (10**5, 10**7, 10**9, 10**10, 10**11)
-    batches = [batch_of(tokens, sequence=1024, devices=1) for tokens in horizons]
+    batches = [choose_batch(tokens, sequence=1024, devices=1) for tokens in horizons]
     assert batches == sorted(batches) and batches[0] == 8 and batches[3] == 512
-    assert batch_of(10**9, sequence=1024, devices=6) % 6 == 0
-    assert batch_of(10**6, sequence=128, devices=1) == 8
+    assert choose_batch(10**9, sequence=1024, devices=6) % 6 == 0
+    assert choose_batch(10**6, sequence=128, devices=1) == 8
 
 
 def test_rates_fall_with_the_size() -> None:
-    rates = [rate_of(10**size) for size in range(6, 12)]
+    rates = [learning_rate(10**size) for size in range(6, 12)]
     assert rates == sorted(rates, reverse=True) and rates[0] == 3e-3
-    assert rate_of(124 * 10**6) == 6e-4
+    assert learning_rate(124 * 10**6) == 6e-4
 
 
 def test_amounts_are_round() -> None:
-    assert [rounded(n) for n in (7, 42, 123, 9_876_543, 0.2)] == [7, 42, 120, 9_800_000, 1]
+    assert [round_down(n) for n in (7, 42, 123, 9_876_543, 0.2)] == [7, 42, 120, 9_800_000, 1]
 
 
 def test_a_model_of_another_library_is_not_sized() -> None:
     assert isinstance(choose().config.model, GPTConfig)
     with pytest.raises(UserError, match="model"):
-        choose(words=("model.hf=nobody/nothing",))
+        choose(overrides=("model.hf=nobody/nothing",))

@@ -1,4 +1,4 @@
-"""How many tokens a text will give, by a sample, beside what they are once counted."""
+"""Estimated tokens of a text against those counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gristmill.base.errors import DataError
-from gristmill.text.estimate import BYTES_OF_EACH, estimate_text, largest_vocabulary
+from gristmill.text.estimate import BYTES_PER_ID, estimate_text, largest_vocabulary
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer
 
@@ -40,42 +40,42 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_several_kinds(folder: Path) -> None:
-    found = estimate_text([str(folder)])
+    estimate = estimate_text([str(folder)])
     real = sum(len(prose(1000 + 300 * number, seed=number)) for number in range(30))
-    assert found.files == 30 and found.disk is not None and found.disk < real
-    assert found.text_bytes == pytest.approx(real, rel=0.05)
+    assert estimate.files == 30 and estimate.disk is not None and estimate.disk < real
+    assert estimate.text_bytes == pytest.approx(real, rel=0.05)
 
 
 def test_a_large_file_is_not_read_to_its_end(tmp_path: Path) -> None:
     file = tmp_path / "large.txt"
     file.write_text(prose(500_000))
-    found = estimate_text([str(file)])
-    assert found.text_bytes == file.stat().st_size
-    assert found.sample_bytes < 2**20 + 4
+    estimate = estimate_text([str(file)])
+    assert estimate.text_bytes == file.stat().st_size
+    assert estimate.sample_bytes < 2**20 + 4
 
 
 def test_tokens_are_about_those_that_are_counted(folder: Path) -> None:
-    found = estimate_text([str(folder)])
+    estimate = estimate_text([str(folder)])
     texts = [prose(1000 + 300 * number, seed=number) for number in range(30)]
-    assert found.text_bytes is not None
-    learnt = found.learnt(1024)
-    assert learnt is not None and learnt[0] == 1024
+    assert estimate.text_bytes is not None
+    trained = estimate.train_bpe(1024)
+    assert trained is not None and trained[0] == 1024
     counted = sum(map(len, train_tokenizer(iter(texts), vocab_size=1024).encode_batch(texts)))
-    assert found.text_bytes / learnt[1] == pytest.approx(counted, rel=0.1)
-    assert found.bytes_per_token(open_tokenizer("bytes")) == 1
+    assert estimate.text_bytes / trained[1] == pytest.approx(counted, rel=0.1)
+    assert estimate.bytes_per_token(open_tokenizer("bytes")) == 1
 
 
 def test_vocabularies_suit_the_text() -> None:
-    assert largest_vocabulary(None, most=4096) == 4096
-    assert largest_vocabulary(10**9, most=4096) == 4096
-    assert largest_vocabulary(1024 * BYTES_OF_EACH, most=4096) == 1024
-    assert largest_vocabulary(1000, most=4096) is None
-    assert largest_vocabulary(10**9, most=300) is None
+    assert largest_vocabulary(None, limit=4096) == 4096
+    assert largest_vocabulary(10**9, limit=4096) == 4096
+    assert largest_vocabulary(1024 * BYTES_PER_ID, limit=4096) == 1024
+    assert largest_vocabulary(1000, limit=4096) is None
+    assert largest_vocabulary(10**9, limit=300) is None
 
 
 def test_a_text_that_repeats_one_letter_has_no_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a " * 300_000)
-    assert estimate_text([str(tmp_path / "a.txt")]).learnt(4096) is None
+    assert estimate_text([str(tmp_path / "a.txt")]).train_bpe(4096) is None
 
 
 def test_what_cannot_be_estimated_is_refused(tmp_path: Path) -> None:

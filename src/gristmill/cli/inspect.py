@@ -133,7 +133,7 @@ def config(
     ] = False,
     presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
 ) -> None:
-    """Print the complete settings of a run and the numbers that follow from them."""
+    """Print the complete settings of a run and the values derived from them."""
     if schema:
         typer.echo(json.dumps(run_file_schema(), indent=2))
     elif presets:

@@ -31,7 +31,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
-from gristmill.cli.completion import remember_commands
+from gristmill.cli.completion import cache_commands
 from gristmill.cli.progress import DOWNLOADS
 from gristmill.cli.verbs import EXAMPLES, FIRST_STEPS, PLACEHOLDERS, VERBS
 from gristmill.hub.client import downloads_shown
@@ -63,7 +63,7 @@ class _Loaded(Mapping[str, Any]):
 @functools.cache
 def load_verb(name: str) -> Any:
     """The command or group of a verb."""
-    module, _, attribute = VERBS[name].place.partition(":")
+    module, _, attribute = VERBS[name].import_path.partition(":")
     loaded = getattr(importlib.import_module(f"gristmill.cli.{module}"), attribute)
     if isinstance(loaded, typer.Typer):
         command: Any = typer.main.get_group(loaded)
@@ -168,7 +168,7 @@ def main() -> None:
     try:
         with downloads_shown(DOWNLOADS if _speaks() else None):
             if "--install-completion" in sys.argv[1:]:
-                remember_commands()
+                cache_commands()
             # Else `python -m gristmill` would install completion for a program of that name.
             app(prog_name="gristmill")
     except UserError as error:

@@ -1,4 +1,4 @@
-"""`new`: a run file that fits this machine and this text, and the commands to go on with."""
+"""`new`: writes a run file that fits this machine and text, and prints the next commands."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from gristmill.plan.run_file import with_settings
 from gristmill.track.folder import RunFolder
 
 _SETTING = re.compile(r"[a-z][a-z_0-9]*(\.[a-z][a-z_0-9]*)*=")
-_TOP = ("name", "preset", "folder")
-"""Settings above all tables."""
-_ON_GPU, _ON_PROCESSOR = 3 * 3600.0, 1800.0
-"""Seconds of a run for which nobody says how long it may take."""
+_TOP_LEVEL = ("name", "preset", "folder")
+"""Settings above the first table of a file."""
+_GPU_SECONDS, _CPU_SECONDS = 3 * 3600.0, 1800.0
+"""Default training time."""
 
 
 def new(
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="SOURCE|A.B=C",
@@ -52,8 +52,8 @@ def new(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The size, of `gristmill config --presets`; the largest that gets enough text and "
-            "time if not given.",
+            help="The preset (see `gristmill config --presets`); if not given, the largest that "
+            "text and time suffice for.",
         ),
     ] = None,
     hours: Annotated[
@@ -61,7 +61,7 @@ def new(
         typer.Option(
             metavar="TIME",
             help='Time for training, such as "8" hours or "20m"; 3 hours on a GPU and half an hour '
-            "on a processor if not given.",
+            "on a CPU if not given.",
         ),
     ] = None,
     tokens: Annotated[
@@ -102,81 +102,92 @@ def new(
 
     Without a source, the size follows from the time alone. Nothing is downloaded or prepared.
     """
-    sources, settings = _sorted(words or [])
-    top = {name: value for name in _TOP if (value := _taken(settings, name)) is not None}
-    preset = _one_of(preset, top.pop("preset", None), "--preset")
+    sources, settings = _split_arguments(arguments or [])
+    top_level = {
+        key: value for key in _TOP_LEVEL if (value := _pop_setting(settings, key)) is not None
+    }
+    preset = _option_or_setting(preset, top_level.pop("preset", None), "--preset")
     limits = _limits(hours, tokens)
-    _require_free_choice(settings, limits)
+    _refuse_conflicts(settings, limits)
     data = find_data(sources, tokenizer, json_key)
-    name = top.pop("name", data.name)
+    name = top_level.pop("name", data.name)
     file = output or Path(f"{name}.toml")
-    _require_free(file, force=force)
+    _require_writable(file, force=force)
     machine = find_machine(gpu=gpu, gpus=gpus)
     if not limits:
-        limits["seconds"] = _ON_GPU if machine.is_gpu else _ON_PROCESSOR
+        limits["seconds"] = _GPU_SECONDS if machine.is_gpu else _CPU_SECONDS
     goal = RunGoal(
         name,
         data.paths,
         machine,
-        text=" ".join(data.sources) or None,
+        source=" ".join(data.sources) or None,
         validation=data.validation,
         preset=preset,
-        top=tuple(top.items()),
-        words=tuple(settings),
-        samples=data.has_tokenizer,
+        top_level=tuple(top_level.items()),
+        overrides=tuple(settings),
+        has_tokenizer=data.has_tokenizer,
         **limits,
     )
     run = choose_run(goal, data.facts, find_model=settings_folder)
     commands = _commands(run, data, file)
-    options = {"-o": output, "--preset": preset, "--hours": hours, "--tokens": tokens}
-    more = {"-t": tokenizer, "--json-key": json_key, "--gpu": gpu, "--gpus": gpus}
-    made = _command(words or [], {**options, **more})
-    text = _text(run, data, file, made=made, commands=commands)
+    options: dict[str, object] = {
+        "-o": output,
+        "--preset": preset,
+        "--hours": hours,
+        "--tokens": tokens,
+    }
+    options |= {"-t": tokenizer, "--json-key": json_key, "--gpu": gpu, "--gpus": gpus}
+    command_line = _command_line(arguments or [], options)
+    text = _text(run, data, file, command_line=command_line, commands=commands)
     write_atomic(file, text)
-    doubts = config_warnings(run.config, run.resolved)
+    warnings = config_warnings(run.config, run.resolved)
     if as_json:
-        typer.echo(json.dumps(_as_json(run, data, file, commands, doubts), indent=2))
+        typer.echo(json.dumps(_as_json(run, data, file, commands, warnings), indent=2))
         return
-    for sentence in (*data.told(run), *expected(run)):
+    for sentence in (*data.summary(run), *expected(run)):
         typer.echo(sentence)
-    for doubt in doubts:
-        typer.echo(f"warning: {doubt}", err=True)
-    _tell_of_old_run(run, file)
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    _note_existing_run(run, file)
     typer.echo(f"\nWrote {file}, with the preset {run.config.preset}. Next:\n")
     typer.echo("".join(f"  {command}\n" for command in commands), nl=False)
 
 
-def _command(words: Sequence[str], options: Mapping[str, object]) -> str:
-    """The command as it was typed."""
+def _command_line(arguments: Sequence[str], options: Mapping[str, object]) -> str:
+    """The command as the user could have typed it."""
     given = [part for key, value in options.items() if value for part in (key, str(value))]
-    return shlex.join(["gristmill", "new", *words, *given])
+    return shlex.join(["gristmill", "new", *arguments, *given])
 
 
-def _sorted(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Sources and settings; a file whose name has an equals sign is a source."""
-    settings = [word for word in words if _SETTING.match(word) and not Path(word).exists()]
-    return [word for word in words if word not in settings], settings
+def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Sources and settings; an existing file whose name has an equals sign is a source."""
+    settings = [
+        argument
+        for argument in arguments
+        if _SETTING.match(argument) and not Path(argument).exists()
+    ]
+    return [argument for argument in arguments if argument not in settings], settings
 
 
-def _taken(settings: list[str], key: str) -> str | None:
-    """The value of a setting above all tables, which leaves the list."""
-    found = [word for word in settings if word.startswith(f"{key}=")]
-    for word in found:
-        settings.remove(word)
-    return str(parse_override(found[-1])[(key,)]) if found else None
+def _pop_setting(settings: list[str], key: str) -> str | None:
+    """Remove a top-level setting from the list; returns its value."""
+    matches = [setting for setting in settings if setting.startswith(f"{key}=")]
+    for setting in matches:
+        settings.remove(setting)
+    return str(parse_override(matches[-1])[(key,)]) if matches else None
 
 
-def _one_of(option: str | None, setting: str | None, name: str) -> str | None:
+def _option_or_setting(option: str | None, setting: str | None, name: str) -> str | None:
     if option is not None and setting is not None and option != setting:
-        what = f"{option!r} and {setting!r} are given"
+        what = f"both {option!r} and {setting!r} are given"
         raise UserError(what, where=name, remedy="leave one of them out", exit=Exit.USAGE)
     return option or setting
 
 
 def _limits(hours: str | None, tokens: str | None) -> dict[str, Any]:
-    """How long, in seconds or in tokens; nothing if neither was asked for."""
+    """The training time in seconds or the number of tokens; empty if neither is given."""
     if hours is not None and tokens is not None:
-        what, remedy = "time and tokens are given, and each decides the other", "leave one out"
+        what, remedy = "time and tokens are both given, and each decides the other", "omit one"
         raise UserError(what, where="--tokens", remedy=remedy, exit=Exit.USAGE)
     if hours is not None:
         seconds = parse_hours(hours, where="--hours")
@@ -189,70 +200,74 @@ def _limits(hours: str | None, tokens: str | None) -> dict[str, Any]:
     try:
         amount = Duration.parse(f"{text} {Unit.TOKENS.value}").amount
     except UserError as error:
-        what, remedy = f"{tokens!r} is not an amount", 'write one such as "500M" or "2B"'
+        what, remedy = f"{tokens!r} is not an amount", 'write an amount such as "500M" or "2B"'
         raise UserError(what, where="--tokens", remedy=remedy, exit=Exit.USAGE) from error
     if amount < 1:
         raise UserError("no tokens to train on", where="--tokens", exit=Exit.USAGE)
     return {"tokens": amount}
 
 
-def _require_free_choice(settings: Sequence[str], limits: Mapping[str, Any]) -> None:
-    """Refuse settings that say otherwise what the source and the options say."""
-    for word in settings:
-        key = word.partition("=")[0]
+def _refuse_conflicts(settings: Sequence[str], limits: Mapping[str, Any]) -> None:
+    """Refuse settings that the source and the options already decide."""
+    for setting in settings:
+        key = setting.partition("=")[0]
         if key == "data.paths":
             what, remedy = "the source decides it", "name the token set as the source"
         elif key == "train.until" and limits:
             what, remedy = "--hours and --tokens decide it too", "leave one of them out"
         else:
             continue
-        raise UserError(what, where=f"command line {word!r}", remedy=remedy, exit=Exit.USAGE)
+        raise UserError(what, where=f"command line {setting!r}", remedy=remedy, exit=Exit.USAGE)
 
 
-def _require_free(file: Path, *, force: bool) -> None:
-    """Refuse to replace a file, and a place where none can be written."""
+def _require_writable(file: Path, *, force: bool) -> None:
+    """Refuse an existing file, and a path that cannot be written."""
     where = str(file)
     if file.is_dir():
-        raise UserError("is a folder", where=where, remedy="name a file in it: -o FOLDER/RUN.toml")
+        raise UserError(
+            "this is a folder", where=where, remedy="name a file in it: -o FOLDER/RUN.toml"
+        )
     if file.exists() and not force:
         remedy = "choose another name with -o, or replace it with --force"
-        raise UserError("there is such a file already", where=where, remedy=remedy)
+        raise UserError("this file already exists", where=where, remedy=remedy)
     if not file.parent.is_dir():
         raise UserError(f"there is no folder {file.parent}", where=where)
 
 
 def _commands(run: NewRun, data: NewData, file: Path) -> list[str]:
-    """What to do next, in order."""
+    """The next commands, in order."""
     train = ["gristmill", "train", str(file)]
     count = run.goal.machine.count
-    several = ["--processes", str(count)] if count > 1 else []
-    return [*data.prepare(run), shlex.join([*train, *several])]
+    processes = ["--processes", str(count)] if count > 1 else []
+    return [*data.prepare(run), shlex.join([*train, *processes])]
 
 
-def _text(run: NewRun, data: NewData, file: Path, *, made: str, commands: Sequence[str]) -> str:
-    """The whole file, which loads to the settings that were planned."""
+def _text(
+    run: NewRun, data: NewData, file: Path, *, command_line: str, commands: Sequence[str]
+) -> str:
+    """The complete file; checks that it loads."""
     schema = (file.parent / SCHEMA_FILE).is_file()
-    told = list(data.told(run))
-    text = file_text(run, made=made, facts=told, commands=commands, schema=schema)
-    words = {
+    facts = list(data.summary(run))
+    text = file_text(run, command_line=command_line, facts=facts, commands=commands, schema=schema)
+    overrides = {
         ".".join(path): value
-        for word in run.goal.words
-        for path, value in parse_override(word).items()
+        for override in run.goal.overrides
+        for path, value in parse_override(override).items()
     }
-    text = with_settings(text, words, where=file) if words else text
+    text = with_settings(text, overrides, where=file) if overrides else text
     load_text(text, place=str(file), find_model=settings_folder)
     return text
 
 
-def _tell_of_old_run(run: NewRun, file: Path) -> None:
+def _note_existing_run(run: NewRun, file: Path) -> None:
     folder = Path(run.config.folder or f"runs/{run.config.name}")
     if RunFolder(folder).path.exists():
-        remedy = f"train it into another: gristmill train {file} folder=runs/OTHER"
-        typer.echo(f"note: {folder} holds a run already; {remedy}", err=True)
+        remedy = f"train into another folder: gristmill train {file} folder=runs/OTHER"
+        typer.echo(f"note: {folder} already holds a run; {remedy}", err=True)
 
 
 def _as_json(
-    run: NewRun, data: NewData, file: Path, commands: Sequence[str], doubts: Sequence[str]
+    run: NewRun, data: NewData, file: Path, commands: Sequence[str], warnings: Sequence[str]
 ) -> dict[str, Any]:
     return {
         "file": str(file),
@@ -267,7 +282,7 @@ def _as_json(
         "tokens_per_second": run.plan.step.tokens_per_second,
         "memory_bytes": run.memory,
         "commands": list(commands),
-        "warnings": list(doubts),
+        "warnings": list(warnings),
     }
 
 

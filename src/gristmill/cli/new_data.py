@@ -1,16 +1,16 @@
-"""What `new` finds out about its sources: a token set that is there, or a text to prepare.
+"""The sources of `new`: an existing token set, or a text to prepare.
 
-tokens/books                    a set, counted: nothing is left to prepare
-tokens/books, with              the same, and its validation set
+tokens/books                    a token set: its tokens are counted, nothing is left to prepare
+tokens/books, with              the same with a validation set
   tokens/books_train, _val
-tokens/books.bin                the set of which this is a file
+tokens/books.bin                the token set to which the file belongs
 books/, 'web/*.jsonl', …        a text, whose tokens are estimated from a sample
-openwebtext                     a corpus known by name, of the size that its table states
-nothing                         a text that is not known yet
+openwebtext                     a corpus known by name, whose size is in a table
+no source                       a text that is not known yet
 
-A text that was prepared before under the name that it would get is not prepared again; a set of
-that name whose documents come from other files is left alone, and the new one gets a number. What
-is neither text nor tokens, such as a run file, is refused with what to do with it.
+If the text was already prepared under its default name, that token set is used. A token set of that
+name from other files is left alone, and the new one gets a number. Paths that are neither text nor
+tokens, such as a run file, are refused with a remedy.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from gristmill.tokens.store import TokensNotFoundError, open_tokens
 from gristmill.track.folder import RunFolder
 
 _NARROW = 256
-"""Models up to this width would spend most of their time on GPT-2's vocabulary."""
+"""Width up to which a model would spend most of its time on GPT-2's vocabulary."""
 _SMALL, _LARGE, _GPT2 = 4096, 32768, 50257
 _BYTES_PER_TOKEN = 4.4
-"""Of English with GPT-2's vocabulary, where no text is at hand."""
+"""English text with GPT-2's vocabulary; used if there is no text to measure."""
 _BYTES_PER_SMALL = 3.5
-"""The same with a few thousand ids."""
+"""English text with a vocabulary of a few thousand ids."""
 _BYTES = 257
 _SPLITS = ("_train", "_val")
-_MOST_MANIFEST = 2**24
-"""Bytes; that of a set of a hundred thousand files has less."""
+_MAX_MANIFEST = 2**24
+"""Bytes; the manifest of a hundred thousand files is smaller."""
 _ID_FILES = (".bin", ".idx", ".npy", ".ds")
-"""Endings of files of ids."""
+"""File name endings of token ids."""
 _SET_FILES = (LEDGER_FILE, ".json", ".bin", ".idx", ".starts", ORIGINS_FILE)
-"""Endings of files of a set with a manifest."""
+"""File name endings of a token set with a manifest."""
 
 
 class NewData(Protocol):
@@ -66,17 +66,17 @@ class NewData(Protocol):
 
     @property
     def name(self) -> str:
-        """For the run."""
+        """The name of the run."""
         ...
 
     @property
     def sources(self) -> Sequence[str]:
-        """As they were given."""
+        """The sources on the command line."""
         ...
 
     @property
     def paths(self) -> str:
-        """The token set that the run reads."""
+        """The token set of the run."""
         ...
 
     @property
@@ -84,37 +84,38 @@ class NewData(Protocol):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there will be one beside the token set."""
+        """Whether the token set has a tokenizer, or will have one."""
         ...
 
     def facts(self, model: GPTConfig) -> DataFacts:
-        """What a model of some size would read."""
+        """Vocabulary and number of tokens for a model."""
         ...
 
-    def told(self, run: NewRun) -> Iterator[str]:
-        """About the data, in sentences."""
+    def summary(self, run: NewRun) -> Iterator[str]:
+        """Sentences about the data."""
         ...
 
     def prepare(self, run: NewRun) -> list[str]:
-        """The commands that make the token set."""
+        """The commands that prepare the token set."""
         ...
 
 
 def find_data(sources: Sequence[str], tokenizer: str | None, key: str | None = None) -> NewData:
-    """What the sources are; `key` holds the text of JSON and tables."""
+    """Classify the sources; `key` names the text in JSON and tables."""
     if not sources:
         return TextToPrepare("first", sources, "tokens/text", tokenizer, key)
     for source in sources:
         _require_data(source)
     sets = [_token_set(source) for source in sources]
     if sets[0] is not None and len(sources) == 1:
-        return _made(sets[0], tokenizer)
-    for source, found in zip(sources, sets, strict=True):
-        _require_text(source, found, alone=len(sources) == 1)
+        return _without_tokenizer_option(sets[0], tokenizer)
+    for source, token_set in zip(sources, sets, strict=True):
+        _require_text(source, token_set, alone=len(sources) == 1)
     name = _free_name(name_of(sources[0]), sources)
     paths = f"tokens/{name}"
-    if (found := _token_set(paths)) is not None:
-        return replace(_made(found, tokenizer), sources=sources, found=True)
+    if (prepared := _token_set(paths)) is not None:
+        prepared = _without_tokenizer_option(prepared, tokenizer)
+        return replace(prepared, sources=sources, reused=True)
     corpus = find_corpus(sources[0]) if not Path(sources[0]).exists() else None
     if corpus is not None:
         return CorpusToPrepare(name, sources, paths, tokenizer, corpus=corpus)
@@ -123,7 +124,7 @@ def find_data(sources: Sequence[str], tokenizer: str | None, key: str | None = N
 
 
 def _require_data(source: str) -> None:
-    """Refuse what is neither text nor tokens, though it could be read as text."""
+    """Refuse paths that could be read as text, but are something else."""
     path = Path(source)
     if path.is_file() and path.suffix == ".toml":
         remedy = f"train it: gristmill train {shlex.quote(source)}"
@@ -133,53 +134,54 @@ def _require_data(source: str) -> None:
         raise DataError("this is a run folder, not text", where=source, remedy=remedy)
     if path.is_file() and path.suffix in _ID_FILES and _token_set(source) is None:
         stem = path.with_suffix("")
-        words = ["convert", source, "--from", "flat", "--format", "flat"]
-        command = shlex.join(["gristmill", "tokens", *words, "-o", f"tokens/{stem.name}"])
+        arguments = ["convert", source, "--from", "flat", "--format", "flat"]
+        command = shlex.join(["gristmill", "tokens", *arguments, "-o", f"tokens/{stem.name}"])
         raise DataError(
-            "these are plain ids, which do not say how they are stored",
+            "this file holds plain token ids without a description of their format",
             where=source,
-            remedy=f"if they are nanoGPT's: {command}, then give tokens/{stem.name}",
+            remedy=f"if it is from nanoGPT: {command}, then use tokens/{stem.name}",
         )
     if path.is_dir() and _token_set(source) is None and (sets := _sets_in(path)):
         what, remedy = "this folder holds token sets", f"name one of them: {', '.join(sets)}"
         raise DataError(what, where=source, remedy=remedy)
 
 
-def _require_text(source: str, found: TokenSet | None, *, alone: bool) -> None:
-    """Refuse one of several sources with which the others cannot be prepared."""
-    if found is not None:
-        what = "this is a token set, to which no text or other set can be added here"
-        remedy = "prepare the text on its own, then: gristmill tokens merge"
+def _require_text(source: str, token_set: TokenSet | None, *, alone: bool) -> None:
+    """Refuse a source that cannot be prepared together with the others."""
+    if token_set is not None:
+        what = "this is a token set, which cannot be combined with other sources here"
+        remedy = "prepare the text separately, then: gristmill tokens merge"
         raise UserError(what, where=source, remedy=remedy, exit=Exit.USAGE)
     if not alone and not Path(source).exists() and find_corpus(source) is not None:
-        what = "a corpus is prepared on its own"
-        remedy = "prepare each on its own, then: gristmill tokens merge"
+        what = "a corpus must be prepared separately"
+        remedy = "prepare each source separately, then: gristmill tokens merge"
         raise UserError(what, where=source, remedy=remedy, exit=Exit.USAGE)
 
 
 def _free_name(name: str, sources: Sequence[str]) -> str:
-    """The name, with a number if a token set of this name is of another text."""
+    """The name, with a number if the token set of this name is from another text."""
     for number in itertools.count(2):
-        found = _token_set(f"tokens/{name}")
-        if found is None or _is_of(found.paths, sources):
+        existing = _token_set(f"tokens/{name}")
+        if existing is None or _comes_from(existing.paths, sources):
             break
         name = f"{name.removesuffix(f'-{number - 1}')}-{number}"
     return name
 
 
-def _is_of(paths: str, sources: Sequence[str]) -> bool:
-    """Whether some of a set's documents come from these sources, as far as is known."""
+def _comes_from(paths: str, sources: Sequence[str]) -> bool:
+    """Whether documents of a token set come from these sources, as far as is known."""
     origins = open_origins(Path(paths))
-    if origins is None or any(scheme_of(one) or is_dataset(one) for one in sources):
+    if origins is None or any(scheme_of(source) or is_dataset(source) for source in sources):
         return True
     if find_corpus(sources[0]) is not None and not Path(sources[0]).exists():
         return True
-    there = {os.path.realpath(one.name) for one in find_sources(sources, ReadOptions()).sources}
-    return any(os.path.realpath(one) in there for one in origins.sources)
+    found = find_sources(sources, ReadOptions()).sources
+    files = {os.path.realpath(source.name) for source in found}
+    return any(os.path.realpath(origin) in files for origin in origins.sources)
 
 
 def name_of(source: str) -> str:
-    """A name for a run and a token set, from that of its text."""
+    """The default name of the run and token set of a text."""
     if scheme_of(source) or is_dataset(source):
         last = re.split(r"[/:]", re.split(r"[?@]", source)[0].rstrip("/"))[-1]
     else:
@@ -198,7 +200,7 @@ def name_of(source: str) -> str:
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Tokens that are there."""
+    """An existing token set."""
 
     name: str
     sources: Sequence[str]
@@ -207,24 +209,24 @@ class TokenSet:
     tokens: int
     vocab: int | None
     has_tokenizer: bool
-    found: bool = False
-    """Whether nobody named it: it has the name that the token set of the text would get."""
+    reused: bool = False
+    """Whether the user named a text, and it has the default name of that text's token set."""
 
     def facts(self, model: GPTConfig) -> DataFacts:
         return DataFacts(self.vocab or model.vocab or _GPT2, self.tokens)
 
-    def told(self, run: NewRun) -> Iterator[str]:
+    def summary(self, run: NewRun) -> Iterator[str]:
         size = "unknown size" if self.vocab is None else f"{self.vocab:,}"
         yield f"{self.paths}: {self.tokens:,} tokens, with a vocabulary of {size}."
-        if self.found:
-            yield "The text was prepared before; these tokens are used as they are."
+        if self.reused:
+            yield "The text was already prepared; this token set is used."
 
     def prepare(self, run: NewRun) -> list[str]:
         return []
 
 
 def _token_set(name: str) -> TokenSet | None:
-    """The set of this name, or of this name with its validation set; None if it is none."""
+    """The token set of this name, with its validation set if there is one; None without a set."""
     if scheme_of(name) or is_dataset(name):
         return None
     name = _prefix(name)
@@ -249,7 +251,7 @@ def _token_set(name: str) -> TokenSet | None:
 
 
 def _prefix(name: str) -> str:
-    """The name of the set to which a file belongs; else the name itself."""
+    """The name of the token set to which a file belongs; else the name itself."""
     path = Path(name)
     for ending in _SET_FILES:
         stem = name.removesuffix(ending)
@@ -262,7 +264,7 @@ def _is_set(name: str) -> bool:
     path = Path(name)
     manifest = file_of(path, ".json")
     if manifest.is_file():
-        # Beside a text there may be JSON of the same name that is something else.
+        # A JSON file next to a text of the same name may be something else.
         return not path.exists() or _describes_tokens(manifest)
     if path.is_file() and path.suffix not in _ID_FILES:
         return False
@@ -272,7 +274,7 @@ def _is_set(name: str) -> bool:
         open_tokens(name)
     except TokensNotFoundError:
         if not path.exists() and file_of(path, ".bin").is_file():
-            raise  # its files are there, but cannot be read like this
+            raise  # its files exist but are not readable as they are
         return False
     return True
 
@@ -283,24 +285,24 @@ def _sets_in(folder: Path) -> list[str]:
 
 
 def _describes_tokens(file: Path) -> bool:
-    """Whether a file is a manifest, which is small; a text in JSON may be of any size."""
-    return file.is_file() and file.stat().st_size <= _MOST_MANIFEST and is_manifest(file)
+    """Whether a file is a manifest. Large files are not: they may be a text in JSON."""
+    return file.is_file() and file.stat().st_size <= _MAX_MANIFEST and is_manifest(file)
 
 
-def _made(found: TokenSet, tokenizer: str | None) -> TokenSet:
-    """A set that is there."""
+def _without_tokenizer_option(token_set: TokenSet, tokenizer: str | None) -> TokenSet:
+    """The token set; refuses --tokenizer, since an existing set has its tokenizer."""
     if tokenizer is not None:
-        what = f"{found.paths} is made already, and its tokenizer with it"
+        what = f"the tokenizer of {token_set.paths} cannot change: the token set already exists"
         raise UserError(what, where="--tokenizer", remedy="leave it out", exit=Exit.USAGE)
-    return found
+    return token_set
 
 
 # ------------------------------------------------------------------ a text
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """A tokenizer as `prepare -t` takes it."""
+class _TokenizerChoice:
+    """A tokenizer as `prepare -t` takes it, with the size of its tokens."""
 
     tokenizer: str
     vocab: int
@@ -309,18 +311,18 @@ class _Choice:
 
 @dataclass
 class TextToPrepare:
-    """A text, or one that nothing is known of."""
+    """A text to prepare; `estimate` is None if no source is given."""
 
     name: str
     sources: Sequence[str]
     paths: str
     tokenizer: str | None
     key: str | None = None
-    """Of the text, in JSON and tables; `prepare`'s own if not given."""
+    """The key of the text in JSON and tables; None is the default of `prepare`."""
     estimate: TextEstimate | None = None
     validation: str | None = None
     has_tokenizer: bool = True
-    _choices: dict[bool, _Choice] = field(default_factory=dict)
+    _choices: dict[bool, _TokenizerChoice] = field(default_factory=dict)
 
     def facts(self, model: GPTConfig) -> DataFacts:
         choice, size = self._choice(model), self.text_bytes
@@ -332,13 +334,13 @@ class TextToPrepare:
     def text_bytes(self) -> int | None:
         return None if self.estimate is None else self.estimate.text_bytes
 
-    def told(self, run: NewRun) -> Iterator[str]:
+    def summary(self, run: NewRun) -> Iterator[str]:
         if self.estimate is None:
             yield "No text is given, so the size of the model follows from the time alone."
             return
         files = f"{self.estimate.files:,} {'file' if self.estimate.files == 1 else 'files'}"
         if self.text_bytes is None or run.data.tokens is None:
-            yield f"{files} of text; how much it is will be known when it has been read."
+            yield f"{files} of text; `prepare` will count its tokens."
             return
         yield (
             f"{format_bytes(self.text_bytes)} of text in {files}: about "
@@ -348,61 +350,62 @@ class TextToPrepare:
     def prepare(self, run: NewRun) -> list[str]:
         assert isinstance(run.config.model, GPTConfig)
         tokenizer = self._choice(run.config.model).tokenizer
-        # A name that begins with a dash would be read as an option.
-        named = [f"./{one}" if one.startswith("-") else one for one in self.sources]
-        text = shlex.join(named) if named else "TEXT…"
+        # A leading dash would make the path an option.
+        paths = [f"./{source}" if source.startswith("-") else source for source in self.sources]
+        text = shlex.join(paths) if paths else "TEXT…"
         keys = ["--json-key", self.key] if self.key else []
         options = [*keys, "-o", self.output, "-t", tokenizer]
         return [f"gristmill prepare {text} {shlex.join(options)}"]
 
     @property
     def output(self) -> str:
-        """What the sets are called together."""
+        """The name that `prepare -o` takes."""
         return self.paths
 
-    def _choice(self, model: GPTConfig) -> _Choice:
+    def _choice(self, model: GPTConfig) -> _TokenizerChoice:
         narrow = model.width <= _NARROW
         if narrow not in self._choices:
-            asked = self.tokenizer
-            self._choices[narrow] = self._chosen(narrow) if asked is None else self._asked(asked)
+            name = self.tokenizer
+            self._choices[narrow] = self._default(narrow) if name is None else self._named(name)
         return self._choices[narrow]
 
-    def _chosen(self, narrow: bool) -> _Choice:
-        """GPT-2's where it is at hand, but a small one for narrow models; of a text that is too
-        short for any, its bytes."""
+    def _default(self, narrow: bool) -> _TokenizerChoice:
+        """GPT-2's tokenizer if it is on this machine, a small BPE for narrow models, and bytes for
+        a text that is too short to train one."""
         if self.estimate is None:
             size = _SMALL if narrow else _LARGE
-            here = not narrow and has_gpt2()
-            each = _BYTES_PER_SMALL if narrow else _BYTES_PER_TOKEN
-            return _gpt2() if here else _learnt(size, each)
+            bytes_per_token = _BYTES_PER_SMALL if narrow else _BYTES_PER_TOKEN
+            use_gpt2 = not narrow and has_gpt2()
+            return _gpt2() if use_gpt2 else _bpe(size, bytes_per_token)
         if not narrow and has_gpt2():
-            return self._asked("gpt2")
-        learnt = self.estimate.learnt(_SMALL if narrow else _LARGE)
-        return _Choice("bytes", _BYTES, 1.0) if learnt is None else _learnt(*learnt)
+            return self._named("gpt2")
+        trained = self.estimate.train_bpe(_SMALL if narrow else _LARGE)
+        return _TokenizerChoice("bytes", _BYTES, 1.0) if trained is None else _bpe(*trained)
 
-    def _asked(self, name: str) -> _Choice:
+    def _named(self, name: str) -> _TokenizerChoice:
+        """The tokenizer that the user asked for."""
         if not is_of_text(name):
             opened = open_tokenizer(name)
         elif (size := learnt_size(name)) is not None:
-            found = None if self.estimate is None else self.estimate.learnt(size)
-            return _Choice(name, size, _BYTES_PER_TOKEN if found is None else found[1])
+            trained = None if self.estimate is None else self.estimate.train_bpe(size)
+            return _TokenizerChoice(name, size, _BYTES_PER_TOKEN if trained is None else trained[1])
         elif self.estimate is None:
-            what = "the characters of a text are known only with the text"
+            what = "a character tokenizer needs the text"
             raise UserError(what, where="--tokenizer", remedy="name the text", exit=Exit.USAGE)
         else:
             opened = character_tokenizer(self.estimate.sample)
-        each = _BYTES_PER_TOKEN
+        bytes_per_token = _BYTES_PER_TOKEN
         if self.estimate is not None:
-            each = self.estimate.bytes_per_token(opened)
-        return _Choice(name, opened.size, each)
+            bytes_per_token = self.estimate.bytes_per_token(opened)
+        return _TokenizerChoice(name, opened.size, bytes_per_token)
 
 
-def _gpt2() -> _Choice:
-    return _Choice("gpt2", _GPT2, _BYTES_PER_TOKEN)
+def _gpt2() -> _TokenizerChoice:
+    return _TokenizerChoice("gpt2", _GPT2, _BYTES_PER_TOKEN)
 
 
-def _learnt(size: int, each: float) -> _Choice:
-    return _Choice(f"bpe:{size}", size, each)
+def _bpe(size: int, bytes_per_token: float) -> _TokenizerChoice:
+    return _TokenizerChoice(f"bpe:{size}", size, bytes_per_token)
 
 
 @dataclass
@@ -423,14 +426,16 @@ class CorpusToPrepare(TextToPrepare):
     def output(self) -> str:
         return self.paths.removesuffix(_SPLITS[0])
 
-    def told(self, run: NewRun) -> Iterator[str]:
+    def summary(self, run: NewRun) -> Iterator[str]:
         size = self.text_bytes
         amount = "of unknown size" if size is None else f"about {format_bytes(size)} of text"
         yield f"{self.corpus.title} ({amount}). `prepare` downloads it."
 
-    def _chosen(self, narrow: bool) -> _Choice:
-        """GPT-2's can be had, since the corpus is downloaded too."""
+    def _default(self, narrow: bool) -> _TokenizerChoice:
+        """GPT-2's tokenizer can be downloaded, as the corpus is."""
         if not narrow:
             return _gpt2()
-        size = largest_vocabulary(self.text_bytes, most=_SMALL)
-        return _Choice("bytes", _BYTES, 1.0) if size is None else _learnt(size, _BYTES_PER_SMALL)
+        size = largest_vocabulary(self.text_bytes, limit=_SMALL)
+        return (
+            _TokenizerChoice("bytes", _BYTES, 1.0) if size is None else _bpe(size, _BYTES_PER_SMALL)
+        )

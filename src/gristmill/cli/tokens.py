@@ -56,7 +56,7 @@ from gristmill.tokens.store import (
 )
 
 tokens = typer.Typer(help="Inspect, verify, convert and merge token files.", no_args_is_help=True)
-tokenizer = typer.Typer(help="Train and try tokenizers.", no_args_is_help=True)
+tokenizer = typer.Typer(help="Train tokenizers, and try them on text.", no_args_is_help=True)
 
 _DOCUMENTS_SHOWN = 3
 _TOKENS_SHOWN = 60

@@ -35,7 +35,7 @@ def translate(
         typer.Argument(metavar="-- WORD", help="What the other program is given, or a file."),
     ] = None,
 ) -> None:
-    """Print what the command of another program amounts to: a run file, or a command of ours.
+    """Translate the command line of another program into a run file or a Gristmill command.
 
     Every line names the options that it comes from. What no run can have is refused. Nothing is
     run, and no file is changed.

@@ -1,4 +1,4 @@
-"""All commands by name, and the few to begin with; known without typer, for the shell's sake."""
+"""All commands with their summaries and examples, without importing typer: completion is fast."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Verb(NamedTuple):
-    """A command before its module is imported."""
+    """A command whose module is not imported yet."""
 
-    place: str
-    """Its module below `cli/`, and the name of the function or group there."""
+    import_path: str
+    """MODULE:NAME, with a module in `cli/` and a function or group in it."""
     summary: str
     """The first paragraph of its help."""
 
@@ -33,7 +33,7 @@ VERBS = {
     ),
     "tokenizer": Verb(
         "tokens:tokenizer",
-        "Train and try tokenizers.",
+        "Train tokenizers, and try them on text.",
     ),
     "train": Verb(
         "train:train",
@@ -45,7 +45,7 @@ VERBS = {
     ),
     "translate": Verb(
         "translate:translate",
-        "Print what the command of another program amounts to: a run file, or a command of ours.",
+        "Translate the command line of another program into a run file or a Gristmill command.",
     ),
     "launch": Verb(
         "launch:launch",
@@ -90,7 +90,7 @@ VERBS = {
     ),
     "config": Verb(
         "inspect:config",
-        "Print the complete settings of a run and the numbers that follow from them.",
+        "Print the complete settings of a run and the values derived from them.",
     ),
     "doctor": Verb(
         "inspect:doctor",
@@ -132,9 +132,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": (
         "gristmill train run.toml    (starts, or resumes)",
         "gristmill train run.toml optim.lr=1e-3 name=hotter",
-        "gristmill train run.toml train.until='20B tokens'    (goes on for longer)",
+        "gristmill train run.toml train.until='20B tokens'    (trains for longer)",
         "gristmill train run.toml --processes 8",
-        "gristmill train run.toml --from 4000    (goes on from an earlier checkpoint)",
+        "gristmill train run.toml --from 4000    (resumes from an earlier checkpoint)",
     ),
     "plan": (
         "gristmill plan run.toml --gpu h100-80gb --gpus 16",
@@ -199,7 +199,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "gristmill doctor --cluster --json cluster.json",
     ),
 }
-"""What the help of a verb, or of a command of a group, ends with: commands, with what they do in
+"""Examples at the end of the help of a verb, or of a command of a group, with comments in
 parentheses."""
 
 PLACEHOLDERS = {
@@ -219,7 +219,8 @@ PLACEHOLDERS = {
     "--tasks": "TASKS",
     "--text": "SOURCE",
 }
-"""What the help calls the value of an option that does not say it itself; numbers are N and X."""
+"""Placeholders in the help for option values without a metavar of their own; integers are N, floats
+X."""
 
 FIRST_STEPS = """\
 Text in, language model out.
@@ -233,6 +234,6 @@ Text in, language model out.
                     gristmill serve runs/NAME         in the browser, and with OpenAI's interface
   use a cluster     gristmill launch NAME.toml --on slurm
 
-gristmill --help lists all verbs, gristmill VERB --help tells about one.
+gristmill --help lists all verbs, gristmill VERB --help describes one.
 """
 """What `gristmill` alone prints."""

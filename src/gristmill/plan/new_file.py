@@ -1,13 +1,13 @@
-"""The text of a new run file: the settings that were chosen, with a comment where each comes from.
+"""Writes the text of a new run file: the chosen settings, with comments on where they come from.
 
-    # where it comes from, the commands to go on with, what to expect
+    # the command that wrote it, the next commands, the expected duration
     name   = "stories"
     preset = "modern-nano"
 
     [data]
     ...
 
-Settings that were asked for are put in last, so they look as if they had been written by hand.
+The caller adds the user's own settings afterwards, without comments.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Any
 import tomli_w
 
 from gristmill.base.units import described_span, format_bytes, format_count
-from gristmill.plan.new_run import GOOD_EPOCHS, MOST_EPOCHS, TOKENS_OF_EACH, NewRun
+from gristmill.plan.new_run import GOOD_EPOCHS, MAX_EPOCHS, TOKENS_PER_PARAMETER, NewRun
 
 _WIDTH = 98
 SCHEMA_FILE = "gristmill.schema.json"
 """The JSON Schema that editors find beside a run file."""
 _NEARLY = 0.9
 _WHOLE = 100
-_NEARLY_ALL = 1.1
-"""Times `MOST_EPOCHS` above which the text is read too often; rounding alone is not told of."""
-_FEW = TOKENS_OF_EACH / 2
-"""Tokens for each parameter below which a run is called short."""
+_EPOCHS_MARGIN = 1.1
+"""Warn of too many epochs above this multiple of `MAX_EPOCHS`; rounding alone may exceed it."""
+_SHORT = TOKENS_PER_PARAMETER / 2
+"""Tokens per parameter below which a run is called short."""
 
 
 def file_text(
-    run: NewRun, *, made: str, facts: Sequence[str], commands: Sequence[str], schema: bool
+    run: NewRun, *, command_line: str, facts: Sequence[str], commands: Sequence[str], schema: bool
 ) -> str:
-    """The file, but for the settings that were asked for. `made` is the command that makes it,
-    `facts` are sentences about the data, `commands` those to go on with."""
+    """The file, without the user's overrides. `command_line` is the command that writes it, `facts`
+    are sentences about the data, and `commands` come next."""
     lines = [f"#:schema ./{SCHEMA_FILE}"] if schema else []
-    lines += _comment(f"Made by `{made}`. {' '.join(facts)}")
+    lines += _comment(f"Written by `{command_line}`. {' '.join(facts)}")
     lines += ["#", *(f"#   {command}" for command in commands), "#"]
     lines += _comment(" ".join(expected(run)))
     notes = _notes(run)
@@ -51,7 +51,7 @@ def file_text(
 
 
 def expected(run: NewRun) -> Iterator[str]:
-    """What the run will take on this machine, in sentences."""
+    """Time, speed and memory of the run on this machine, in sentences."""
     machine, plan = run.goal.machine, run.plan
     speed, memory = format_count(plan.step.tokens_per_second), format_bytes(run.memory)
     each = " on each device" if machine.count > 1 else ""
@@ -62,40 +62,40 @@ def expected(run: NewRun) -> Iterator[str]:
     )
     share, size = run.tokens / run.parameters, format_count(run.parameters)
     yield (
-        f"The model reads {_short(share)} tokens for each of the {size} parameters in its matrix "
-        f"products; {TOKENS_OF_EACH} are usual."
+        f"The model reads {_digits(share)} tokens for each of the {size} parameters in its matrix "
+        f"products; {TOKENS_PER_PARAMETER} are usual."
     )
-    if share < _FEW:
-        yield _short_of(run)
-    if run.epochs is not None and run.epochs > _NEARLY_ALL * MOST_EPOCHS:
+    if share < _SHORT:
+        yield _advice(run)
+    if run.epochs is not None and run.epochs > _EPOCHS_MARGIN * MAX_EPOCHS:
         yield (
-            f"It reads the text {_short(run.epochs)} times, and learns little more from it after "
-            f"{MOST_EPOCHS}: give more text, or train for fewer tokens."
+            f"It reads the text {_digits(run.epochs)} times, and learns little more from it after "
+            f"{MAX_EPOCHS}: give more text, or train for fewer tokens."
         )
 
 
-def _short_of(run: NewRun) -> str:
-    """What would make more of a model's size."""
-    wanted, kept = TOKENS_OF_EACH * run.parameters, run.training_tokens
-    if kept is not None and run.tokens > _NEARLY * GOOD_EPOCHS * kept:
-        more = format_count(wanted / GOOD_EPOCHS)
-        return f"More text would make it better: {more} tokens are enough for this size."
+def _advice(run: NewRun) -> str:
+    """How to give a model of this size more tokens."""
+    wanted, available = TOKENS_PER_PARAMETER * run.parameters, run.training_tokens
+    if available is not None and run.tokens > _NEARLY * GOOD_EPOCHS * available:
+        tokens = format_count(wanted / GOOD_EPOCHS)
+        return f"More text would improve it: {tokens} tokens are enough for this size."
     seconds = wanted / run.plan.step.tokens_per_second
-    return f"A longer run would make it better: the usual amount takes {described_span(seconds)}."
+    return f"A longer run would improve it: the usual tokens take {described_span(seconds)}."
 
 
-def _short(number: float) -> str:
-    """Two digits, or all before the point."""
+def _digits(number: float) -> str:
+    """Two significant digits, or all digits of the integer part."""
     return f"{number:,.0f}" if number >= _WHOLE else f"{number:.2g}"
 
 
 def _notes(run: NewRun) -> Mapping[str, Mapping[str, str]]:
-    """What is said of a key, by table."""
+    """Comments on the keys, by table."""
     resolved, epochs = run.resolved, run.epochs
-    read = "" if epochs is None else f"; reads the text {_short(epochs)} times"
+    read = "" if epochs is None else f"; reads the text {_digits(epochs)} times"
     tokens = format_count(resolved.tokens_per_step)
-    held = None if run.data.tokens is None else run.data.tokens - (run.training_tokens or 0)
-    share = "" if not held else f"; the latter about {format_count(held)} tokens"
+    held_out = None if run.data.tokens is None else run.data.tokens - (run.training_tokens or 0)
+    share = "" if not held_out else f"; the latter about {format_count(held_out)} tokens"
     return {
         "": {"preset": f"{format_count(run.parameters)} parameters in matrix products"},
         "data": {
@@ -105,18 +105,18 @@ def _notes(run: NewRun) -> Mapping[str, Mapping[str, str]]:
         "train": {
             "until": f"{resolved.steps:,} steps{read}",
             "batch": f"samples of {resolved.sequence} tokens: {tokens} tokens per step",
-            "recompute": "saves memory; the run does not fit without it",
+            "recompute": "saves memory; the run would not fit without it",
         },
         "optim": {
-            "lr": "the peak rate, as GPT-3's nearest size has it",
-            "momentum_warmup": "a share of the run, which is shorter than the preset's warm-up",
+            "lr": "the peak learning rate of the nearest size of GPT-3",
+            "momentum_warmup": "a share of the run, as the preset's warm-up is longer than the run",
         },
-        "sample": {"every": "a text that the model writes"},
+        "sample": {"every": "a text sample from the model"},
     }
 
 
 def _table(values: Mapping[str, Any], notes: Mapping[str, str]) -> Iterator[str]:
-    """Keys aligned; a comment behind its value, or above it if both are long."""
+    """Aligned keys; a comment follows its value, or precedes it if the line is too long."""
     width = max(map(len, values), default=0)
     for key, value in values.items():
         line = f"{key.ljust(width)} = {tomli_w.dumps({'v': value})[4:].strip()}"

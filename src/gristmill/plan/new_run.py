@@ -1,21 +1,21 @@
-"""Size, horizon and batch of a new run, chosen from its data, this machine and the time there is.
+"""Chooses model size, training tokens and batch of a new run from its data, machine and time.
 
-    tokens      what the machine reads in the time, but at most 4 times the text [1]; where that is
-                less than the smallest model wants, up to 16 times
+    tokens      what the machine processes in the time, but at most 4 epochs of the text [1]; up to
+                16 epochs if 4 give less than 20 tokens per parameter
     size        the largest preset of the modern recipe that fits into memory and gets 20 tokens for
                 each parameter in a matrix product [2]; the smallest if none does
-    batch       a power of two of samples, near 524,288 * sqrt(tokens / 10B) tokens [3]; fewer where
+    batch       a power of two of samples, near 524,288 * sqrt(tokens / 10B) tokens [3]; smaller if
                 that would leave less than 1,000 steps
-    split       the smallest usual share that validates on 128 windows
-    optimizer   the preset's own; for presets that set sizes alone AdamW and a cosine, with the
-                peak rate of the nearest size in GPT-3's table [4]
+    split       the smallest of the usual validation shares that gives 128 windows
+    optimizer   the preset's own; for presets that only set sizes AdamW and a cosine schedule, with
+                the peak learning rate of the nearest size in GPT-3's table [4]
 
-[1] Muennighoff et al., Scaling Data-Constrained Language Models, arXiv 2305.16264: up to 4 times, a
-text is nearly as good as new, and after 16 times there is little left in it. [2] Hoffmann et al.,
-arXiv 2203.15556. [3] The square root is that of Zhang et al., arXiv 2410.21676; the factor is from
-the recipes. [4] Brown et al., arXiv 2005.14165. A model of 1M parameters has the recipes' 3e-3.
+[1] Muennighoff et al., Scaling Data-Constrained Language Models, arXiv 2305.16264: up to 4 epochs,
+repeated text is nearly as good as new text; after 16 epochs it adds little. [2] Hoffmann et al.,
+arXiv 2203.15556. [3] The square root follows Zhang et al., arXiv 2410.21676; the factor is from the
+recipes. [4] Brown et al., arXiv 2005.14165. A model of 1M parameters gets the recipes' 3e-3.
 
-All of this is a start that is seldom bad, not what a sweep would find.
+These are reasonable starting points, not the result of a sweep.
 """
 
 from __future__ import annotations
@@ -49,43 +49,43 @@ from gristmill.plan.layouts import (
 from gristmill.plan.machine import Machine
 
 FAMILY = "modern"
-"""The presets among which a size is chosen."""
-TOKENS_OF_EACH = 20
-"""Tokens for each parameter in a matrix product."""
-GOOD_EPOCHS, MOST_EPOCHS = 4, 16
+"""Prefix of the presets to choose from."""
+TOKENS_PER_PARAMETER = 20
+"""Tokens per parameter in a matrix product."""
+GOOD_EPOCHS, MAX_EPOCHS = 4, 16
 _BATCH_TOKENS, _BATCH_HORIZON = 2**19, 10**10
-_LEAST_BATCH, _LEAST_STEPS = 8, 1000
+_MIN_BATCH, _MIN_STEPS = 8, 1000
 _SPLITS = ("999,1", "99,1", "95,5", "90,10")
 _WINDOWS = 128
-"""Windows that are validated on, where the text has so many."""
-_LEAST_TOKENS = 640
-_SHORTEST = 32
+"""Validation windows, if the text is long enough."""
+_MIN_TOKENS = 640
+_MIN_SEQUENCE = 32
 _ROUNDS = 8
 _PLACE, _LINE = "the new run", re.compile(r"^the new run(:\d+)?(: |$)")
-_PROGRAM = 370 * 2**20
-"""Bytes of Python and torch on a processor, measured with torch 2.13 on Linux; a GPU's plan counts
-what CUDA takes."""
+_PROGRAM_BYTES = 370 * 2**20
+"""Bytes of Python and torch on a CPU, measured with torch 2.13 on Linux; plans for GPUs count the
+memory of CUDA themselves."""
 _HOST_SHARE = 0.5
-"""The part of a host's memory that a run takes, since other programs are there too."""
+"""Share of the host memory that a run may use, next to other programs."""
 _RATES = {
     10**6: 3e-3, 125 * 10**6: 6e-4, 350 * 10**6: 3e-4, 760 * 10**6: 2.5e-4, 13 * 10**8: 2e-4,
     27 * 10**8: 1.6e-4, 67 * 10**8: 1.2e-4, 13 * 10**9: 1e-4, 175 * 10**9: 6e-5,
 }  # fmt: skip
-"""Peak learning rates of AdamW by parameters."""
+"""Peak learning rates of AdamW by number of parameters."""
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of the tokens that a model of some size would read."""
+    """Vocabulary and number of tokens of the data, for a model of some size."""
 
     vocab: int
     tokens: int | None
-    """About; None if nothing is known."""
+    """Estimated; None if unknown."""
 
 
 @dataclass(frozen=True)
 class RunGoal:
-    """What was asked for; what was not is None, and chosen."""
+    """What the user asked for; the rest is None and will be chosen."""
 
     name: str
     paths: str
@@ -94,77 +94,77 @@ class RunGoal:
     preset: str | None = None
     seconds: float | None = None
     tokens: int | None = None
-    top: tuple[tuple[str, str], ...] = ()
-    """Further settings at the top of the file."""
-    words: Sequence[str] = ()
+    top_level: tuple[tuple[str, str], ...] = ()
+    """Further settings above the first table of the file."""
+    overrides: Sequence[str] = ()
     """Settings such as train.batch=8."""
-    text: str | None = None
-    """What the tokens are made of, for messages."""
-    samples: bool = True
-    """Whether the run can write text, for which it needs a tokenizer."""
+    source: str | None = None
+    """The names of the text, for messages."""
+    has_tokenizer: bool = True
+    """Whether there will be a tokenizer, which samples of text need."""
 
 
 @dataclass(frozen=True)
 class NewRun:
-    """A run as it was chosen."""
+    """The chosen run."""
 
     goal: RunGoal
     settings: dict[str, Any]
-    """The tables of its file, without what the words say."""
+    """The tables of its file, without the overrides."""
     config: RunConfig
-    """Loaded from both."""
+    """Loaded from the settings and the overrides."""
     resolved: Resolved
     data: DataFacts
     layout: LayoutPlan | None
-    """How it would run here; None if it does not fit, which only candidates do."""
+    """The layout on this machine; None for a candidate that does not fit."""
 
     @property
     def parameters(self) -> int:
-        """In matrix products."""
-        return _multiplied(self.config, self.data)
+        """Number of parameters in matrix products."""
+        return _matrix_parameters(self.config, self.data)
 
     @property
     def tokens(self) -> int:
-        """That the run reads."""
+        """Number of training tokens."""
         return self.resolved.samples * self.resolved.sequence
 
     @property
     def epochs(self) -> float | None:
-        """How often it reads the text."""
-        kept = self.training_tokens
-        return None if kept is None else self.tokens / kept
+        """Number of passes over the training text."""
+        available = self.training_tokens
+        return None if available is None else self.tokens / available
 
     @property
     def training_tokens(self) -> int | None:
-        """Tokens of the text that are trained on."""
+        """Tokens of the training split."""
         shares = parse_split(self.config.data.split or "") or [1.0]
         return None if self.data.tokens is None else max(1, round(self.data.tokens * shares[0]))
 
     @property
     def plan(self) -> LayoutPlan:
-        """The layout, of a run that fits."""
+        """The layout of a run that fits."""
         assert self.layout is not None
         return self.layout
 
     @property
     def precision(self) -> str:
-        """Of products and activations, on this machine."""
+        """The precision of matrix products and activations on this machine."""
         return on_device(self.config, self.goal.machine.hardware).precision.compute
 
     @property
     def memory(self) -> int:
-        """Bytes that a process takes on its device."""
-        return self.plan.memory.total + (0 if self.goal.machine.is_gpu else _PROGRAM)
+        """Bytes that a process needs on its device."""
+        return self.plan.memory.total + (0 if self.goal.machine.is_gpu else _PROGRAM_BYTES)
 
     @property
     def seconds(self) -> float:
-        """How long it takes, about; without its start, and the texts that it writes."""
-        return self.tokens * self.with_validation / self.plan.step.tokens_per_second
+        """Estimated duration, without startup and text samples."""
+        return self.tokens * self.validation_factor / self.plan.step.tokens_per_second
 
     @property
-    def with_validation(self) -> float:
-        """The time of training and validation by that of training alone: a forward pass is a third
-        of the work, done at the start, at the end and between them."""
+    def validation_factor(self) -> float:
+        """The time of training and validation over that of training alone. Validation runs at the
+        start, at the end and in between; its forward pass is a third of the work of a step."""
         every = self.resolved.samples_of(self.resolved.validate_every)
         times = 2 + (self.resolved.samples - 1) // max(every, 1)
         windows = self.config.validation.windows
@@ -177,18 +177,18 @@ class NewRun:
 def choose_run(
     goal: RunGoal, facts: Callable[[GPTConfig], DataFacts], *, find_model: FindModel
 ) -> NewRun:
-    """The run that fits; `facts` says what is known of the tokens for a model."""
-    draft = _Draft(goal, facts, find_model)
+    """Choose the run; `facts` describes the data for a model."""
+    planner = _RunPlanner(goal, facts, find_model)
     if goal.preset is not None:
         _require_preset(goal.preset)
-        return draft.finished(goal.preset)
+        return planner.plan(goal.preset)
     candidates = [name for name in preset_names() if name.startswith(f"{FAMILY}-")]
     best = candidates[0]
     for name in candidates:
-        if not draft.suits(name):
+        if not planner.is_affordable(name):
             break
         best = name
-    return draft.finished(best)
+    return planner.plan(best)
 
 
 def _require_preset(name: str) -> None:
@@ -200,140 +200,142 @@ def _require_preset(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Draft:
-    """What all candidates have in common."""
+class _RunPlanner:
+    """Plans candidates for a goal."""
 
     goal: RunGoal
     facts: Callable[[GPTConfig], DataFacts]
     find_model: FindModel
 
-    def suits(self, preset: str) -> bool:
-        """Whether a size fits, and gets its tokens from the text and in the time."""
+    def is_affordable(self, preset: str) -> bool:
+        """Whether a size fits into memory, and text and time suffice for its tokens."""
         run = self._run(preset, tokens=None)
-        wanted = TOKENS_OF_EACH * run.parameters
-        return run.layout is not None and wanted <= min(self._in_time(run), _good(run))
+        wanted = TOKENS_PER_PARAMETER * run.parameters
+        return run.layout is not None and wanted <= min(self._token_budget(run), _good_tokens(run))
 
-    def finished(self, preset: str) -> NewRun:
-        """A size with its horizon, and the batch that suits it."""
+    def plan(self, preset: str) -> NewRun:
+        """A size with its training tokens and batch."""
         run = self._run(preset, tokens=None)
         if run.layout is None:
             what = f"{preset} does not fit into the memory of {self.goal.machine.described}"
             remedy = "leave --preset out, or plan for another machine with --gpu and --gpus"
             raise UserError(what, where="--preset" if self.goal.preset else None, remedy=remedy)
-        # The batch follows from the horizon, and the speed, from which the horizon follows, a
-        # little from the batch: it only shrinks, so that the time is kept.
-        tokens = self._horizon(run)
+        # Training tokens determine the batch, the batch slightly changes the speed, and the speed
+        # the tokens. Tokens only ever decrease here, so that the run stays within the time.
+        tokens = self._training_tokens(run)
         for _ in range(_ROUNDS):
             run = self._run(preset, tokens=tokens)
-            again = self._horizon(run)
-            if again >= tokens:
+            affordable = self._training_tokens(run)
+            if affordable >= tokens:
                 break
-            tokens = again
+            tokens = affordable
         return run
 
-    def _horizon(self, run: NewRun) -> int:
+    def _training_tokens(self, run: NewRun) -> int:
         if self.goal.tokens is not None:
             return self.goal.tokens
-        wanted = TOKENS_OF_EACH * run.parameters
-        kept = run.training_tokens
+        wanted = TOKENS_PER_PARAMETER * run.parameters
+        available = run.training_tokens
         text = math.inf
-        if kept is not None:
-            text = kept * (GOOD_EPOCHS if GOOD_EPOCHS * kept >= wanted else MOST_EPOCHS)
-        limit = min(self._in_time(run), text)
-        return rounded(wanted if math.isinf(limit) else limit)
+        if available is not None:
+            text = available * (GOOD_EPOCHS if GOOD_EPOCHS * available >= wanted else MAX_EPOCHS)
+        limit = min(self._token_budget(run), text)
+        return round_down(wanted if math.isinf(limit) else limit)
 
-    def _in_time(self, run: NewRun) -> float:
-        """Tokens that are asked for, or that the machine reads in the time."""
+    def _token_budget(self, run: NewRun) -> float:
+        """The tokens that the user asked for, or that the machine processes in the time."""
         if self.goal.tokens is not None:
             return self.goal.tokens
         if self.goal.seconds is None or run.layout is None:
             return math.inf
-        return self.goal.seconds * run.layout.step.tokens_per_second / run.with_validation
+        return self.goal.seconds * run.layout.step.tokens_per_second / run.validation_factor
 
     def _run(self, preset: str, *, tokens: int | None) -> NewRun:
-        """A size with a horizon, or with as many tokens as it wants."""
-        first = self._loaded({**self._top(preset), "train": {"until": "1 step", "batch": 8}})
-        model = first.model
+        """A size trained on these tokens, or on `TOKENS_PER_PARAMETER` for each parameter."""
+        sized = self._load({**self._top_level(preset), "train": {"until": "1 step", "batch": 8}})
+        model = sized.model
         if not isinstance(model, GPTConfig):
-            what = "the size of a model from elsewhere is not known before it is loaded"
+            what = "the size of a model of another library is unknown until it is loaded"
             raise UserError(what, where="model", remedy="write the run file by hand")
         data = self.facts(model)
-        if data.tokens is not None and data.tokens < _LEAST_TOKENS:
+        if data.tokens is not None and data.tokens < _MIN_TOKENS:
             what = f"about {data.tokens:,} tokens are too few to train and validate on"
-            raise DataError(what, where=self.goal.text, remedy="give more text")
+            raise DataError(what, where=self.goal.source, remedy="give more text")
         if tokens is None:
-            tokens = rounded(TOKENS_OF_EACH * _multiplied(first, data))
-        settings = self._settings(preset, first, data, tokens)
-        config = self._loaded(settings)
+            tokens = round_down(TOKENS_PER_PARAMETER * _matrix_parameters(sized, data))
+        settings = self._settings(preset, sized, data, tokens)
+        config = self._load(settings)
         check_mesh(config, processes=config.runtime.devices_of(self.goal.machine.count))
         layout = planned_layout(config, self.goal.machine, vocab=data.vocab)
         if layout is not None:
-            settings = _laid_out(settings, layout)
-            config = self._loaded(settings)
-        return self._calmed(
+            settings = _with_layout(settings, layout)
+            config = self._load(settings)
+        return self._shorten_momentum_warmup(
             NewRun(self.goal, settings, config, resolve(config, vocab=data.vocab), data, layout)
         )
 
-    def _calmed(self, run: NewRun) -> NewRun:
-        """Without a rise of momentum that the run would not finish."""
+    def _shorten_momentum_warmup(self, run: NewRun) -> NewRun:
+        """Replace a momentum warm-up that is longer than the run."""
         rise = run.config.optim.momentum_rise
         if rise is None or run.resolved.samples_of(rise.over) <= run.resolved.samples:
             return run
         table = {**run.settings.get("optim", {}), "momentum_warmup": 0.5}
         settings = {**run.settings, "optim": table}
-        config = self._loaded(settings)
+        config = self._load(settings)
         return replace(run, settings=settings, config=config)
 
-    def _top(self, preset: str) -> dict[str, Any]:
+    def _top_level(self, preset: str) -> dict[str, Any]:
         goal = self.goal
         data = {"paths": goal.paths}
         if goal.validation is not None:
             data["validation"] = goal.validation
-        return {"name": goal.name, "preset": preset, **dict(goal.top), "data": data}
+        return {"name": goal.name, "preset": preset, **dict(goal.top_level), "data": data}
 
     def _settings(
-        self, preset: str, first: RunConfig, data: DataFacts, tokens: int
+        self, preset: str, sized: RunConfig, data: DataFacts, tokens: int
     ) -> dict[str, Any]:
         """The tables of the file."""
-        top = self._top(preset)
-        sequence = first.data.sequence or first.model.context
-        if self.goal.validation is None and first.data.split is None:
-            split, fitting = split_of(data.tokens, sequence=sequence)
-            top["data"]["split"] = split
-            if fitting != sequence:
-                top["data"]["sequence"] = sequence = fitting
-        batch = batch_of(tokens, sequence=sequence, devices=self.goal.machine.count)
-        top["train"] = {"until": str(Duration(tokens, Unit.TOKENS)), "batch": batch}
-        asked = {word.partition(".")[0] for word in self.goal.words}
-        if not {"optim", "schedule"} & (load_preset(preset).keys() | asked):
-            rate = rate_of(_multiplied(first, data))
-            top["optim"] = {"lr": rate}
-            top["schedule"] = {"type": "cosine", "min_lr": float(f"{rate / 10:.2g}")}
-        if self.goal.samples:
-            top["sample"] = {"every": str(Duration(rounded(tokens / 10), Unit.TOKENS))}
-        return top
+        tables = self._top_level(preset)
+        sequence = sized.data.sequence or sized.model.context
+        if self.goal.validation is None and sized.data.split is None:
+            split, shortened = choose_split(data.tokens, sequence=sequence)
+            tables["data"]["split"] = split
+            if shortened != sequence:
+                tables["data"]["sequence"] = sequence = shortened
+        batch = choose_batch(tokens, sequence=sequence, devices=self.goal.machine.count)
+        tables["train"] = {"until": str(Duration(tokens, Unit.TOKENS)), "batch": batch}
+        overridden = {override.partition(".")[0] for override in self.goal.overrides}
+        if not {"optim", "schedule"} & (load_preset(preset).keys() | overridden):
+            rate = learning_rate(_matrix_parameters(sized, data))
+            tables["optim"] = {"lr": rate}
+            tables["schedule"] = {"type": "cosine", "min_lr": float(f"{rate / 10:.2g}")}
+        if self.goal.has_tokenizer:
+            tables["sample"] = {"every": str(Duration(round_down(tokens / 10), Unit.TOKENS))}
+        return tables
 
-    def _loaded(self, settings: dict[str, Any]) -> RunConfig:
+    def _load(self, settings: dict[str, Any]) -> RunConfig:
         text = tomli_w.dumps(settings)
-        # Words may override what is only our choice, such as the rate of an optimizer.
+        # Overrides replace what is only our choice, such as the learning rate.
         ours = ("optim.lr", "optim.momentum_warmup", "schedule.min_lr", "train.recompute")
-        words = tuple(self.goal.words)
+        overrides = tuple(self.goal.overrides)
         try:
-            return load_text(text, words, place=_PLACE, find_model=self.find_model, defaults=ours)
+            return load_text(
+                text, overrides, place=_PLACE, find_model=self.find_model, defaults=ours
+            )
         except UserError as error:
-            # Nobody has seen the lines of this text.
+            # This text is not a file yet, so its line numbers mean nothing to the user.
             raise UserError(
                 [
-                    replace(one, where=_LINE.sub("", one.where or "") or None)
-                    for one in error.problems
+                    replace(problem, where=_LINE.sub("", problem.where or "") or None)
+                    for problem in error.problems
                 ],
                 exit=error.exit,
             ) from error
 
 
 def planned_layout(config: RunConfig, machine: Machine, *, vocab: int) -> LayoutPlan | None:
-    """How a run would be laid out here: whole on every device if that fits without recomputing,
-    else the fastest; None if nothing fits."""
+    """The layout of a run on this machine: a replica on every device if that fits without
+    recomputation, else the fastest layout; None if nothing fits."""
     hardware = machine.hardware
     if hardware.device == "cpu":
         hardware = replace(hardware, memory=int(hardware.memory * _HOST_SHARE))
@@ -341,12 +343,12 @@ def planned_layout(config: RunConfig, machine: Machine, *, vocab: int) -> Layout
     mesh = build_mesh(config.parallel, machine.count)
     if isinstance(mesh, Problem):
         raise UserError([mesh])
-    own = portions(config.train, parts=mesh.data)
-    if isinstance(own, Problem):
-        raise UserError([own])
-    sizes = [size for size in divisors(own.batch // mesh.data) if size <= MOST_MICRO]
-    ways = RECOMPUTES if machine.count == 1 else RECOMPUTES[:1]
-    for recompute, size in product(ways, reversed(sizes)):
+    shares = portions(config.train, parts=mesh.data)
+    if isinstance(shares, Problem):
+        raise UserError([shares])
+    sizes = [size for size in divisors(shares.batch // mesh.data) if size <= MOST_MICRO]
+    recomputes = RECOMPUTES if machine.count == 1 else RECOMPUTES[:1]
+    for recompute, size in product(recomputes, reversed(sizes)):
         layout = plan_layout(
             config, mesh, hardware, vocab=vocab, micro_batch=size, recompute=recompute
         )
@@ -358,62 +360,62 @@ def planned_layout(config: RunConfig, machine: Machine, *, vocab: int) -> Layout
     return plans.layouts[0] if plans.layouts else None
 
 
-def _laid_out(settings: dict[str, Any], layout: LayoutPlan) -> dict[str, Any]:
-    """With what the layout needs; the micro-batch is left to the run, which asks its device."""
-    made = dict(settings)
+def _with_layout(settings: dict[str, Any], layout: LayoutPlan) -> dict[str, Any]:
+    """The settings with those of the layout, except the micro-batch, which the run itself finds."""
+    merged = dict(settings)
     for path, value in layout.settings.items():
         table, _, key = path.partition(".")
         if value is not None and path != "train.micro_batch":
-            made[table] = {**made.get(table, {}), key: value}
-    return made
+            merged[table] = {**merged.get(table, {}), key: value}
+    return merged
 
 
-def split_of(tokens: int | None, *, sequence: int) -> tuple[str, int]:
-    """The split of a text, and the length of samples, which is shorter for a very short text."""
+def choose_split(tokens: int | None, *, sequence: int) -> tuple[str, int]:
+    """The split of a text, and the sequence length, which is shortened for a very short text."""
     if tokens is None:
         return _SPLITS[1], sequence
     for split in _SPLITS:
-        if tokens * _share(split) >= _WINDOWS * (sequence + 1):
+        if tokens * _validation_share(split) >= _WINDOWS * (sequence + 1):
             return split, sequence
-    while sequence > _SHORTEST and tokens * _share(_SPLITS[-1]) < 2 * (sequence + 1):
+    while sequence > _MIN_SEQUENCE and tokens * _validation_share(_SPLITS[-1]) < 2 * (sequence + 1):
         sequence //= 2
     return _SPLITS[-1], sequence
 
 
-def _share(split: str) -> float:
-    """The part that is validated on."""
+def _validation_share(split: str) -> float:
+    """The share of the validation set."""
     shares = parse_split(split)
     assert shares is not None
     return shares[1]
 
 
-def batch_of(tokens: int, *, sequence: int, devices: int) -> int:
-    """Samples of a step."""
+def choose_batch(tokens: int, *, sequence: int, devices: int) -> int:
+    """The samples of a step."""
     wanted = round(math.log2(_BATCH_TOKENS * math.sqrt(tokens / _BATCH_HORIZON) / sequence))
-    most = math.floor(math.log2(tokens / _LEAST_STEPS / sequence))
-    batch = max(_LEAST_BATCH, 1 << max(0, min(wanted, most)))
+    limit = math.floor(math.log2(tokens / _MIN_STEPS / sequence))
+    batch = max(_MIN_BATCH, 1 << max(0, min(wanted, limit)))
     return math.ceil(batch / devices) * devices
 
 
-def rate_of(parameters: int) -> float:
+def learning_rate(parameters: int) -> float:
     """The peak learning rate of AdamW."""
     nearest = min(_RATES, key=lambda size: abs(math.log(size / max(parameters, 1))))
     return _RATES[nearest]
 
 
-def rounded(tokens: float) -> int:
-    """An amount with two digits."""
+def round_down(tokens: float) -> int:
+    """Rounds down to two significant digits."""
     size = int(10 ** max(0, math.floor(math.log10(max(tokens, 1))) - 1))
     return max(1, math.floor(tokens / size)) * size
 
 
-def _good(run: NewRun) -> float:
-    """Tokens for which the text is nearly as good as new."""
-    kept = run.training_tokens
-    return math.inf if kept is None else GOOD_EPOCHS * kept
+def _good_tokens(run: NewRun) -> float:
+    """Tokens up to which repeated text is nearly as good as new text."""
+    available = run.training_tokens
+    return math.inf if available is None else GOOD_EPOCHS * available
 
 
-def _multiplied(config: RunConfig, data: DataFacts) -> int:
+def _matrix_parameters(config: RunConfig, data: DataFacts) -> int:
     model = config.model
     assert isinstance(model, GPTConfig)
     return count_multiplied(model, rows=padded(model.vocab or data.vocab, model))
