@@ -1,13 +1,13 @@
-"""The blocks of a model within a graph: which of them compute the same.
+"""Finds the blocks of a model in a traced graph, and which of them compute the same function.
 
     x -> edge -> block 0 -> edge -> edge -> block 1 -> edge -> ...
 
-Blocks whose operations have the same form are one function of their inputs: the residual stream,
-weights, and whatever all blocks share, such as masks. Where such blocks follow one another they are
-a run, which may be one loop; what lies between two of them, such as rows of a table that only the
-second reads, moves before the run.
+Blocks whose operations have the same signature are one function of their inputs: the residual
+stream, their weights, and shared inputs such as masks. Consecutive blocks of one signature form a
+run, which may become a loop. Nodes between two blocks of a run, such as an embedding lookup that
+only the second block reads, move before the run.
 
-Between the edges nothing but the residual stream leaves a block.
+A block has one output, the residual stream.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from gristmill.strategies.xla.graph import block_edge
 EDGE = block_edge._opoverload
 
 
-class Block(NamedTuple):
-    """From one edge to the other."""
+class TracedBlock(NamedTuple):
+    """The nodes of a block, from one edge to the other."""
 
     number: int
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
-    """What it reads from outside; the residual stream is the first."""
-    form: str
-    """Equal for blocks that compute the same."""
+    """The nodes outside of the block that it reads; the residual stream comes first."""
+    signature: str
+    """Equal for blocks that compute the same function."""
 
     @property
     def result(self) -> Node:
         return self.nodes[-1]
 
 
-Part = Node | tuple[Block, ...]
-"""A node outside of blocks, or a run of blocks of one form."""
+GraphPart = Node | tuple[TracedBlock, ...]
+"""A node outside of blocks, or a run of blocks of one signature."""
 
 
-def parts_of(nodes: Sequence[Node]) -> list[Part]:
-    """A whole graph, in an order in which it can be computed."""
-    parts: list[Part] = []
-    run: list[Block] = []
+def split_graph(nodes: Sequence[Node]) -> list[GraphPart]:
+    """The parts of a graph, in an order in which they can be computed."""
+    parts: list[GraphPart] = []
+    run: list[TracedBlock] = []
     between: list[Node] = []
     for item in _items(nodes):
         if isinstance(item, Node):
@@ -60,53 +60,52 @@ def parts_of(nodes: Sequence[Node]) -> list[Part]:
     return [*parts, tuple(run), *between] if run else parts
 
 
-def _continues(run: Sequence[Block], between: Sequence[Node], block: Block) -> bool:
-    """Whether a block belongs to a run, and what lies between does not need the run's results."""
-    results = {one.result for one in run}
-    free = results.isdisjoint(source for node in between for source in node.all_input_nodes)
-    return free and block.form == run[-1].form and block.inputs[0] is run[-1].result
+def _continues(run: Sequence[TracedBlock], between: Sequence[Node], block: TracedBlock) -> bool:
+    """Whether a block continues a run, and the nodes in between do not need the run's results."""
+    results = {member.result for member in run}
+    movable = results.isdisjoint(source for node in between for source in node.all_input_nodes)
+    return movable and block.signature == run[-1].signature and block.inputs[0] is run[-1].result
 
 
-def _items(nodes: Sequence[Node]) -> Iterable[Node | Block]:
+def _items(nodes: Sequence[Node]) -> Iterable[Node | TracedBlock]:
     rest = iter(nodes)
     for node in rest:
         if node.target is not EDGE:
             yield node
             continue
-        inside = [node]
-        for other in rest:
-            inside.append(other)
-            if other.target is EDGE:
+        block = [node]
+        for inner in rest:
+            block.append(inner)
+            if inner.target is EDGE:
                 break
-        yield _block(inside)
+        yield _block(block)
 
 
-def _block(nodes: Sequence[Node]) -> Block:
+def _block(nodes: Sequence[Node]) -> TracedBlock:
     number = nodes[0].args[1]
     assert isinstance(number, int)
-    places = {node: f"node {at}" for at, node in enumerate(nodes)}
-    inputs = [
-        source
-        for source in dict.fromkeys(one for node in nodes for one in node.all_input_nodes)
-        if source not in places
-    ]
-    outside = {node: f"input {at} {_value(node)}" for at, node in enumerate(inputs)}
-    names = {**places, **outside}
-    form = [
+    inner_names = {node: f"node {index}" for index, node in enumerate(nodes)}
+    sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    inputs = [source for source in sources if source not in inner_names]
+    input_names = {
+        node: f"input {index} {_shape_and_dtype(node)}" for index, node in enumerate(inputs)
+    }
+    names = {**inner_names, **input_names}
+    signature = [
         (
             str(node.target),
-            # An edge has the number of its block.
+            # The second argument of an edge is the number of its block.
             tree_map_only(Node, names.get, node.args[:1] if node.target is EDGE else node.args),
             tree_map_only(Node, names.get, node.kwargs),
-            _value(node),
+            _shape_and_dtype(node),
         )
         for node in nodes
     ]
-    return Block(number, tuple(nodes), tuple(inputs), repr(form))
+    return TracedBlock(number, tuple(nodes), tuple(inputs), repr(signature))
 
 
-def _value(node: Node) -> str:
-    """Shape and dtype of a result."""
+def _shape_and_dtype(node: Node) -> str:
+    """Shapes and dtypes of the results of a node."""
     value = node.meta["val"]
-    several = value if isinstance(value, list | tuple) else [value]
-    return repr([(tuple(one.shape), one.dtype) for one in several if one is not None])
+    tensors = value if isinstance(value, list | tuple) else [value]
+    return repr([(tuple(x.shape), x.dtype) for x in tensors if x is not None])

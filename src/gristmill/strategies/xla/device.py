@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gristmill.config.parallel import Mesh
 from gristmill.distributed.device import Device, Mark, MatrixRate
 from gristmill.models.spec import CausalLM, Split
-from gristmill.strategies.xla.attention import Places
+from gristmill.strategies.xla.attention import AttentionSharding
 
 DATA = ("dp_replicate", "dp_shard")
 
@@ -50,7 +50,7 @@ class Placing:
         self.replicated = self._sharding()
         self.micro_batch = self._sharding(DATA)
         self.micro_batches = self._sharding(None, DATA)
-        self.attention = Places(self.mesh, DATA, "tp")
+        self.attention_sharding = AttentionSharding(self.mesh, DATA, "tp")
         self.per_device = self._sharding((*DATA, "tp"))
 
     def _sharding(self, *axes: Any) -> NamedSharding:

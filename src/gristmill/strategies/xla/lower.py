@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_map_only
 
 from gristmill.base.errors import UserError
 from gristmill.models.loss import unpacked
-from gristmill.strategies.xla.attention import Places, attend
-from gristmill.strategies.xla.blocks import EDGE, Block, parts_of
+from gristmill.strategies.xla.attention import AttentionSharding, attend
+from gristmill.strategies.xla.blocks import EDGE, TracedBlock, split_graph
 from gristmill.strategies.xla.graph import Traced, attention
 from gristmill.strategies.xla.loss import linear_cross_entropy
-from gristmill.strategies.xla.operations import DTYPES, LOWERINGS, Result, aten
+from gristmill.strategies.xla.operations import DTYPES, LOWERINGS, ResultSpec, aten
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Context:
     """Shards of each layer."""
     attention: str = "auto"
     """runtime.xla_attention."""
-    places: Places | None = None
-    """How attention is divided over devices."""
+    attention_sharding: AttentionSharding | None = None
+    """How attention is sharded over devices."""
     scan: bool = False
-    """Whether blocks of one form are a loop."""
+    """Whether a run of blocks with one signature becomes a loop."""
     recompute: Callable[[int], Any] | None = None
     """What to keep of a block, by number, as a policy of `jax.checkpoint`; None keeps all."""
 
@@ -55,7 +55,7 @@ class Lowered:
         self.traced = traced
         self.nodes = list(traced.graph.nodes)
         self.numbers = {node: number for number, node in enumerate(self.nodes)}
-        self.parts = parts_of(self.nodes)
+        self.parts = split_graph(self.nodes)
         missing = sorted(
             {
                 str(node.target)
@@ -107,20 +107,20 @@ class Lowered:
 
 
 class _BlockFunctions:
-    """Blocks of one form as one function, which JAX traces once for all of them."""
+    """One function for all blocks of a signature, which JAX traces once."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.known: dict[Any, Callable[..., Any]] = {}
 
-    def loops(self, run: Sequence[Block]) -> list[tuple[Block, ...]]:
+    def loops(self, run: Sequence[TracedBlock]) -> list[tuple[TracedBlock, ...]]:
         """The blocks of a run that are one loop: those that recompute alike, or each by itself."""
         if not self.context.scan:
             return [(block,) for block in run]
         return [tuple(blocks) for _, blocks in groupby(run, key=self._policy)]
 
-    def run(self, blocks: Sequence[Block], values: Mapping[Node, Any]) -> Any:
-        """The residual stream after some blocks of one form."""
+    def run(self, blocks: Sequence[TracedBlock], values: Mapping[Node, Any]) -> Any:
+        """The residual stream after consecutive blocks of one signature."""
         first, *others = blocks
         key, stream = self.context.key, values[first.inputs[0]]
         function = self._function(first)
@@ -141,14 +141,14 @@ class _BlockFunctions:
         numbers = jnp.array([block.number for block in blocks])
         return jax.lax.scan(step, stream, (numbers, stacked))[0]
 
-    def _policy(self, block: Block) -> Any:
+    def _policy(self, block: TracedBlock) -> Any:
         return self.context.recompute(block.number) if self.context.recompute else None
 
-    def _function(self, block: Block) -> Callable[..., Any]:
+    def _function(self, block: TracedBlock) -> Callable[..., Any]:
         """Random numbers follow from a key and a node's place in its block, so those that are
         computed a second time are the same."""
         policy = self._policy(block)
-        found = self.known.get((block.form, policy))
+        found = self.known.get((block.signature, policy))
         if found is not None:
             return found
 
@@ -163,8 +163,8 @@ class _BlockFunctions:
             # In a loop nothing can be computed once for both passes.
             options: Any = {} if policy is ALL else {"policy": policy}
             run = jax.checkpoint(run, prevent_cse=not self.context.scan, **options)
-        self.known[block.form, policy] = jax.jit(run)
-        return self.known[block.form, policy]
+        self.known[block.signature, policy] = jax.jit(run)
+        return self.known[block.signature, policy]
 
 
 ALL = object()
@@ -200,7 +200,8 @@ def _evaluate(node: Node, number: int, values: Mapping[Node, Any], context: Cont
         return total, None, None, None
     if node.target is _ATTENTION:
         key = _key(context, number) if args[4] else None
-        return attend(*args, key=key, how=context.attention, places=context.places)
+        sharding = context.attention_sharding
+        return attend(*args, key=key, implementation=context.attention, sharding=sharding)
     if node.target is aten.bernoulli.p:
         x, probability = args
         return jax.random.bernoulli(_key(context, number), probability, x.shape).astype(x.dtype)
@@ -211,12 +212,12 @@ def _evaluate(node: Node, number: int, values: Mapping[Node, Any], context: Cont
         return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype), kept
     found = node.meta["val"]
     if isinstance(found, torch.Tensor):
-        result = Result(found)
+        result = ResultSpec(found)
         value = LOWERINGS[node.target](result, *args, **kwargs)
         value = jnp.asarray(value, result.dtype)
         assert value.shape == result.shape, f"{node.target}: {value.shape}, not {result.shape}"
         return value
-    results = [Result(one) for one in found]
+    results = [ResultSpec(value) for value in found]
     return LOWERINGS[node.target](results, *args, **kwargs)
 
 

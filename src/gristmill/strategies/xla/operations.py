@@ -1,10 +1,11 @@
 """ATen operations in JAX.
 
-Torch has found the shape and dtype of every result already. Operands of arithmetic are cast to that
-dtype first, since the two promote types by different rules. What has a derivative that saves less
-than JAX's own is in `derivatives.py`.
+Torch has already inferred the shape and dtype of every result. Operands of arithmetic are cast to
+that dtype first, since torch and JAX promote types by different rules. Operations with a custom
+gradient are in `derivatives.py`.
 
-Integers of 64 bits have 32 here.
+64-bit integers become 32-bit integers: JAX has 64 bits only under a global switch, and ids and
+positions are far below 2^31.
 """
 
 from __future__ import annotations
@@ -35,21 +36,18 @@ DTYPES = {
 }
 
 
-# JAX has 64 bits only under a global switch; ids and positions are far below 2^31.
-
-
-class Result:
-    """What torch says about the result of a node."""
+class ResultSpec:
+    """Shape and dtype of the result of a node, as torch inferred them."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(value.shape), DTYPES[value.dtype]
 
 
 def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Operands in the dtype of the result."""
+    """Casts array operands to the dtype of the result."""
 
-    def lower(result: Result, *args: Any, **kwargs: Any) -> Any:
-        # Python's numbers stay: JAX gives them the dtype of the array beside them, as torch does.
+    def lower(result: ResultSpec, *args: Any, **kwargs: Any) -> Any:
+        # Python scalars are not cast: JAX gives them the dtype of the array operand, as torch does.
         cast = [arg.astype(result.dtype) if isinstance(arg, jax.Array) else arg for arg in args]
         return function(*cast, **kwargs)
 
@@ -57,17 +55,18 @@ def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Operands as they are."""
+    """Passes operands unchanged."""
     return lambda result, *args, **kwargs: function(*args, **kwargs)
 
 
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    """From the nearer end, as torch does."""
-    away = end - start
-    return jnp.where(weight < 0.5, start + weight * away, end - away * (1 - weight))
+    """Interpolates from the nearer end, as torch does."""
+    difference = end - start
+    from_end = end - difference * (1 - weight)
+    return jnp.where(weight < 0.5, start + weight * difference, from_end)
 
 
-def _divided(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
+def _divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
     assert rounding_mode in (None, "floor")
     return jnp.floor_divide(a, b) if rounding_mode else a / b
 
@@ -75,21 +74,21 @@ def _divided(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
 def _norm(
     x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    assert order == 2, "no other norm is used"
+    assert order == 2, "only the 2-norm is supported"
     axes = None if dim is None else tuple(dim)
     return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=axes, keepdims=keepdim))
 
 
 def _layer_norm(
-    results: Sequence[Result], x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float
+    results: Sequence[ResultSpec], x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> Any:
-    """The statistics, which torch returns too, are for its own backward pass."""
+    """Torch also returns the statistics, for its own backward pass; nothing reads them here."""
     assert len(shape) == 1, "norms are over the last dimension"
     return derivatives.layer_norm(x, weight, bias, eps), None, None
 
 
 def _adamw(
-    results: Sequence[Result],
+    results: Sequence[ResultSpec],
     parameter: Any,
     gradient: Any,
     average: Any,
@@ -119,14 +118,16 @@ def _correction(beta: float, step: Any) -> Any:
 
 
 def _slices(x: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
-    begins = [sum(sizes[:number]) for number in range(len(sizes))]
-    pairs = zip(begins, sizes, strict=True)
-    return [jax.lax.slice_in_dim(x, at, at + size, axis=dim % x.ndim) for at, size in pairs]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    pairs = zip(starts, sizes, strict=True)
+    return [
+        jax.lax.slice_in_dim(x, start, start + size, axis=dim % x.ndim) for start, size in pairs
+    ]
 
 
 def _split(x: Any, size: int, dim: int = 0) -> list[Any]:
-    whole, left = divmod(x.shape[dim], size)
-    return _slices(x, [size] * whole + ([left] if left else []), dim)
+    full, remainder = divmod(x.shape[dim], size)
+    return _slices(x, [size] * full + ([remainder] if remainder else []), dim)
 
 
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
@@ -143,15 +144,15 @@ def _slice_scatter(
     return x.at[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].set(part)
 
 
-def _reduced(function: Callable[..., Any]) -> Callable[..., Any]:
+def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
     """A sum or mean, accumulated in fp32."""
 
     def lower(
-        result: Result, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+        result: ResultSpec, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
     ) -> Any:
         axes = tuple(dim) if dim else None
-        wide = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        return function(wide, axis=axes, keepdims=keepdim)
+        x = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return function(x, axis=axes, keepdims=keepdim)
 
     return lower
 
@@ -159,27 +160,27 @@ def _reduced(function: Callable[..., Any]) -> Callable[..., Any]:
 def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     product = jnp.matmul(a, b)
     if beta == alpha == 1 and bias.ndim == 1:
-        return derivatives.biased(product, bias)
+        return derivatives.add_bias(product, bias)
     product = product if alpha == 1 else alpha * product
     return (bias if beta == 1 else beta * bias) + product
 
 
-def _expanded(result: Result, x: Any, *_: Any, **__: Any) -> Any:
+def _expand(result: ResultSpec, x: Any, *_: Any, **__: Any) -> Any:
     return jnp.broadcast_to(x, result.shape)
 
 
-def _rows(table: Any, ids: Any, *_: Any) -> Any:
-    # The loader has checked all ids.
+def _embedding(table: Any, ids: Any, *_: Any) -> Any:
+    # The data loader checks the range of all ids.
     return table.at[ids].get(mode="promise_in_bounds")
 
 
-def _each(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of every tensor in a list, and of the tensor at its place in another list."""
+def _foreach(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Applies a function to every tensor of a list; other lists give one argument per tensor."""
 
-    def lower(results: Sequence[Result], xs: Sequence[Any], *others: Any, **kwargs: Any) -> Any:
+    def lower(results: Sequence[ResultSpec], xs: Sequence[Any], *others: Any, **kwargs: Any) -> Any:
         rows = [
-            [other[number] if isinstance(other, list | tuple) else other for other in others]
-            for number in range(len(xs))
+            [other[index] if isinstance(other, list | tuple) else other for other in others]
+            for index in range(len(xs))
         ]
         return [
             jnp.asarray(function(x, *row, **kwargs), result.dtype)
@@ -189,38 +190,38 @@ def _each(function: Callable[..., Any]) -> Callable[..., Any]:
     return lower
 
 
-def _filled(value: Any) -> Callable[..., Any]:
+def _full(value: Any) -> Callable[..., Any]:
     return lambda result, *_, **__: jnp.full(result.shape, value, result.dtype)
 
 
-def _arange(result: Result, *args: Any, **_: Any) -> Any:
+def _arange(result: ResultSpec, *args: Any, **_: Any) -> Any:
     arange: Any = jnp.arange
     return arange(*args, dtype=result.dtype)
 
 
-def _sum_with(x: Any, y: Any, *, alpha: float = 1) -> Any:
+def _add(x: Any, y: Any, *, alpha: float = 1) -> Any:
     return x + (y if alpha == 1 else alpha * y)
 
 
-def _less(x: Any, y: Any, *, alpha: float = 1) -> Any:
+def _subtract(x: Any, y: Any, *, alpha: float = 1) -> Any:
     return x - (y if alpha == 1 else alpha * y)
 
 
-# Each takes what torch says about the result, then the operation's own arguments. `_evaluate` casts
-# a single result to its dtype and compares its shape, so an entry may compute in a wider one.
+# Each function takes the spec of the result, then the arguments of the operation. `_evaluate` casts
+# a single result to its dtype and checks its shape, so an entry may compute in a wider dtype.
 LOWERINGS: dict[Any, Callable[..., Any]] = {
     # arithmetic
-    aten.add.Tensor: _arithmetic(_sum_with),
-    aten.add.Scalar: _arithmetic(_sum_with),
-    aten.sub.Tensor: _arithmetic(_less),
-    aten.sub.Scalar: _arithmetic(_less),
+    aten.add.Tensor: _arithmetic(_add),
+    aten.add.Scalar: _arithmetic(_add),
+    aten.sub.Tensor: _arithmetic(_subtract),
+    aten.sub.Scalar: _arithmetic(_subtract),
     aten.rsub.Scalar: _arithmetic(lambda x, y, alpha=1: y - alpha * x),
     aten.mul.Tensor: _arithmetic(jnp.multiply),
     aten.mul.Scalar: _arithmetic(jnp.multiply),
-    aten.div.Tensor: _arithmetic(_divided),
-    aten.div.Scalar: _arithmetic(_divided),
-    aten.div.Tensor_mode: _arithmetic(_divided),
-    aten.div.Scalar_mode: _arithmetic(_divided),
+    aten.div.Tensor: _arithmetic(_divide),
+    aten.div.Scalar: _arithmetic(_divide),
+    aten.div.Tensor_mode: _arithmetic(_divide),
+    aten.div.Scalar_mode: _arithmetic(_divide),
     aten.remainder.Scalar: _arithmetic(jnp.remainder),
     aten.pow.Tensor_Scalar: _arithmetic(jnp.power),
     aten.maximum.default: _arithmetic(jnp.maximum),
@@ -267,12 +268,12 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
         condition, jnp.asarray(a, result.dtype), jnp.asarray(b, result.dtype)
     ),
     # new tensors
-    aten.zeros.default: _filled(0),
-    aten.zeros_like.default: _filled(0),
-    aten.ones.default: _filled(1),
-    aten.ones_like.default: _filled(1),
-    aten.empty.memory_format: _filled(0),
-    aten.empty_like.default: _filled(0),
+    aten.zeros.default: _full(0),
+    aten.zeros_like.default: _full(0),
+    aten.ones.default: _full(1),
+    aten.ones_like.default: _full(1),
+    aten.empty.memory_format: _full(0),
+    aten.empty_like.default: _full(0),
     aten.full.default: lambda result, size, value, **_: jnp.full(result.shape, value, result.dtype),
     aten.full_like.default: lambda result, x, value, **_: jnp.full(
         result.shape, value, result.dtype
@@ -297,7 +298,7 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: lambda result, x, *_: jnp.reshape(x, result.shape),
     aten.squeeze.dim: lambda result, x, *_: jnp.reshape(x, result.shape),
     aten.squeeze.dims: lambda result, x, *_: jnp.reshape(x, result.shape),
-    aten.expand.default: _expanded,
+    aten.expand.default: _expand,
     aten.transpose.int: _plain(jnp.swapaxes),
     aten.t.default: _plain(jnp.transpose),
     aten.permute.default: _plain(jnp.transpose),
@@ -311,16 +312,16 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     aten.cat.default: _plain(lambda xs, dim=0: jnp.concatenate(xs, axis=dim)),
     aten.stack.default: _plain(lambda xs, dim=0: jnp.stack(xs, axis=dim)),
     aten.tril.default: _plain(lambda x, diagonal=0: jnp.tril(x, diagonal)),
-    # looking up
-    aten.embedding.default: _plain(_rows),
+    # lookups
+    aten.embedding.default: _plain(_embedding),
     aten.index.Tensor: _plain(
-        lambda x, where: x[tuple(slice(None) if one is None else one for one in where)]
+        lambda x, indices: x[tuple(slice(None) if index is None else index for index in indices)]
     ),
     # sums and products
-    aten.mean.dim: _reduced(jnp.mean),
-    aten.mean.default: _reduced(jnp.mean),
-    aten.sum.default: _reduced(jnp.sum),
-    aten.sum.dim_IntList: _reduced(jnp.sum),
+    aten.mean.dim: _reduction(jnp.mean),
+    aten.mean.default: _reduction(jnp.mean),
+    aten.sum.default: _reduction(jnp.sum),
+    aten.sum.dim_IntList: _reduction(jnp.sum),
     aten.linalg_vector_norm.default: _plain(_norm),
     aten.mm.default: _arithmetic(jnp.matmul),
     aten.bmm.default: _arithmetic(jnp.matmul),
@@ -331,10 +332,10 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     # the optimizer
     adamw._opoverload: _adamw,
     # lists
-    aten._foreach_add.Scalar: _each(_sum_with),
-    aten._foreach_add.List: _each(_sum_with),
-    aten._foreach_sub.List: _each(_less),
-    aten._foreach_mul.Scalar: _each(jnp.multiply),
-    aten._foreach_div.Tensor: _each(jnp.divide),
-    aten._foreach_norm.Scalar: _each(_norm),
+    aten._foreach_add.Scalar: _foreach(_add),
+    aten._foreach_add.List: _foreach(_add),
+    aten._foreach_sub.List: _foreach(_subtract),
+    aten._foreach_mul.Scalar: _foreach(jnp.multiply),
+    aten._foreach_div.Tensor: _foreach(jnp.divide),
+    aten._foreach_norm.Scalar: _foreach(_norm),
 }

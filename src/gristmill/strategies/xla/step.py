@@ -238,12 +238,12 @@ class Programs:
         return jax.jit(run, out_shardings=self.placing.replicated)
 
     def _context(self, **more: Any) -> Context:
-        layout, how = self.placing.layout, self.config.runtime.xla_attention
+        layout = self.placing.layout
         return Context(
             shards=layout.data,
             tp=layout.tp,
-            attention=how,
-            places=self.placing.attention,
+            attention=self.config.runtime.xla_attention,
+            attention_sharding=self.placing.attention_sharding,
             scan=self.config.runtime.compile == "blocks",
             **more,
         )
