@@ -333,18 +333,18 @@ ADDED = {
     ),
     "blocks in fp8 in stages": (
         '[precision]\nfp8 = ["mlp"]\n[parallel]\npp = 2',
-        "run.toml:11: precision.fp8: the scales of blocks in fp8 are not measured in pipeline "
-        "stages\n    leave it out, or set parallel.pp = 1",
+        "run.toml:11: precision.fp8: pipeline stages do not support the fp8 scales of blocks\n"
+        "    leave it out, or set parallel.pp = 1",
     ),
     "blocks in fp8 of workers": (
         '[precision]\nfp8 = ["head", "mlp"]\n[parallel]\ngossip.topology = "ring"',
-        "run.toml:11: precision.fp8: each worker would have its own scales of blocks in fp8\n"
+        "run.toml:11: precision.fp8: each worker would have its own fp8 scales of blocks\n"
         '    leave "mlp" and "attention" out',
     ),
     "a head in fp8 that is divided": (
         '[precision]\nfp8 = ["head"]\n[parallel]\ntp = 2',
-        "run.toml:11: precision.fp8: the head's products cannot be in fp8 when tp divides the "
-        'head\n    leave "head" out, or set parallel.tp = 1',
+        "run.toml:11: precision.fp8: the head cannot use fp8 when tp shards it\n"
+        '    leave "head" out, or set parallel.tp = 1',
     ),
     "fp8 without kernels": (
         '[precision]\ncompute = "bf16"\nfp8 = ["head"]\n[runtime]\nkernels = false',

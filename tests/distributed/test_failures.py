@@ -1,4 +1,4 @@
-"""Errors of NCCL and Gloo, with the messages that they really have, put into words."""
+"""Real error messages of NCCL and Gloo, and how they are explained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gristmill.base.process import Address, ProcessInfo
 from gristmill.cli import main
 from gristmill.config.parallel import Mesh, ParallelConfig
 from gristmill.config.schema import RuntimeConfig
-from gristmill.distributed.failures import explained_failure
+from gristmill.distributed.failures import explain_failure
 from gristmill.distributed.liveness.monitor import Monitor
 from gristmill.distributed.liveness.verdict import Limits
 from gristmill.distributed.world import MARGIN, open_world
@@ -70,16 +70,14 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection cl
         (REMOTE, Exit.PEER, "Connection closed by remote peer n03<51225>", "other processes"),
         (f"{CUDA}'uncorrectable ECC error encountered'", Exit.DEVICE, "a GPU failed", "tested"),
         (f"{CUDA}2 'out of memory'", Exit.CONFIG, "too little memory on the GPU", "micro_batch"),
-        (LATE, Exit.PEER, "did not end within 10m00s: number 96117 of its group, _all", "link"),
+        (LATE, Exit.PEER, "did not finish within 10m00s: number 96117 of its group, _all", "link"),
         (GLOO, Exit.PEER, "over Gloo failed", "doctor --cluster"),
     ],
 )
-def test_a_failed_exchange_says_what_to_do(
-    message: str, exit: Exit, says: str, remedy: str
-) -> None:
+def test_a_failed_collective_has_a_remedy(message: str, exit: Exit, says: str, remedy: str) -> None:
     kinds = [dist.DistBackendError, RuntimeError] if message != GLOO else [RuntimeError]
     for kind in kinds:
-        found = explained_failure(kind(message))
+        found = explain_failure(kind(message))
         assert found is not None and found.exit is exit
         (problem,) = found.problems
         assert says in problem.what and remedy in (problem.remedy or "")
@@ -98,7 +96,7 @@ def test_a_failed_exchange_says_what_to_do(
     ],
 )
 def test_a_defect_stays_one(error: BaseException) -> None:
-    assert explained_failure(error) is None
+    assert explain_failure(error) is None
 
 
 def test_the_cause_is_found_below_what_it_led_to() -> None:
@@ -108,7 +106,7 @@ def test_the_cause_is_found_below_what_it_led_to() -> None:
         except RuntimeError as error:
             raise KeyError("gradients") from error
     except KeyError as error:
-        found = explained_failure(error)
+        found = explain_failure(error)
     assert found is not None and found.exit is Exit.PEER
 
 

@@ -6,7 +6,7 @@
     Ctrl-C                  nothing                                    130
     a closed output pipe    nothing                                    0
     a full or broken disk   `error: the disk refused`                  74
-    a failed exchange       `error:` what NCCL or Gloo say, in words   76, or another that fits
+    a failed collective     `error:` what failed in NCCL or Gloo       76, or a more specific one
 
 The module of a command is imported when it is called, so that `--help` and the light commands start
 quickly; torch only when the command runs, so that its own help does not wait for it.
@@ -180,7 +180,7 @@ def main() -> None:
         unread = isinstance(cause, BrokenPipeError) and _reader_left()
         sys.exit(Exit.DONE if unread else _report(cause))
     except Exception as error:
-        explained = _failed_exchange(error)
+        explained = _failed_collective(error)
         sys.exit(_report(error) if explained is None else _refuse(explained))
 
 
@@ -191,13 +191,13 @@ def _refuse(error: UserError) -> Exit:
     return error.exit
 
 
-def _failed_exchange(error: Exception) -> UserError | None:
-    """What NCCL or Gloo say, in words; None for errors of anything else."""
+def _failed_collective(error: Exception) -> UserError | None:
+    """The user error for a failure of NCCL or Gloo; None for any other error."""
     if "torch.distributed" not in sys.modules:
         return None
-    from gristmill.distributed.failures import explained_failure
+    from gristmill.distributed.failures import explain_failure
 
-    return explained_failure(error)
+    return explain_failure(error)
 
 
 def _speaks() -> bool:

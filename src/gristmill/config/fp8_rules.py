@@ -1,4 +1,4 @@
-"""What products in fp8 ask of a run: formats, sizes, and how it is divided."""
+"""Rules for matrix products in fp8: precision, sizes and parallel layout."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
 
 FP8_MULTIPLE = 16
-"""Matrix products in fp8 are of sizes that are multiples of this."""
+"""The sizes of matrix products in fp8 must be multiples of this."""
 
 
 def fp8_fits(config: RunConfig) -> Iterator[Problem]:
-    """Everything but the layout."""
+    """All rules but those of the parallel layout."""
     precision, runtime, model = config.precision, config.runtime, config.model
     if not precision.fp8:
         return
@@ -26,61 +26,63 @@ def fp8_fits(config: RunConfig) -> Iterator[Problem]:
         what = f"needs compute = 'bf16', not {precision.compute!r}"
         remedy = 'set precision.compute = "bf16", or leave fp8 out'
         yield Problem(what, "precision.fp8", remedy)
-    without = ("cpu", "mps", "xla") if "head" in precision.fp8 else ("mps", "xla")
-    if runtime.device in without:
+    unsupported = ("cpu", "mps", "xla") if "head" in precision.fp8 else ("mps", "xla")
+    if runtime.device in unsupported:
         what = f"needs an NVIDIA GPU, and runtime.device is {runtime.device!r}"
         yield Problem(what, "precision.fp8", "leave it out, or train on a GPU")
     elif not runtime.kernels and not on_cpu:
         what = "needs a kernel, and runtime.kernels is false"
         yield Problem(what, "precision.fp8", "leave one of the two out")
     if model.adapters is not None:
-        what = "is for training the layers themselves, which stay as they are"
+        what = "needs trainable layers, and LoRA freezes them"
         yield Problem(what, "precision.fp8", "leave it out, or leave model.lora out")
     if precision.fp8_of_blocks and config.parallel.decentralized:
-        what = "each worker would have its own scales of blocks in fp8"
+        what = "each worker would have its own fp8 scales of blocks"
         yield Problem(what, "precision.fp8", 'leave "mlp" and "attention" out')
     if isinstance(model, GPTConfig):
-        for path, size in _sizes(config, model).items():
+        for path, size in _operand_sizes(config, model).items():
             if size % FP8_MULTIPLE:
                 what = f"{size} is not a multiple of {FP8_MULTIPLE}, which products in fp8 need"
                 yield Problem(what, path, "change it, or leave precision.fp8 out")
 
 
-def _sizes(config: RunConfig, model: GPTConfig) -> dict[str, int]:
-    """Of the operands: products sum along each of their dimensions, one way or the other."""
+def _operand_sizes(config: RunConfig, model: GPTConfig) -> dict[str, int]:
+    """The dimensions of the operands; forward and backward products together sum over all."""
     precision, sizes = config.precision, {"model.width": model.width}
     if "head" in precision.fp8:
         sizes["model.vocab_multiple"] = model.vocab_multiple
     if precision.fp8_of_blocks:
         sizes["data.sequence"] = config.data.sequence or model.context
-    return sizes | {f"model.{name}": size for name, size in _inside(config, model, tp=1).items()}
+    return sizes | {
+        f"model.{name}": size for name, size in _block_sizes(config, model, tp=1).items()
+    }
 
 
-def _inside(config: RunConfig, model: GPTConfig, *, tp: int) -> dict[str, int]:
-    """The sizes inside of blocks on one of `tp` processes."""
+def _block_sizes(config: RunConfig, model: GPTConfig, *, tp: int) -> dict[str, int]:
+    """The dimensions inside of blocks on one of `tp` ranks."""
     sizes, parts = dict[str, int](), config.precision.fp8
     if "mlp" in parts:
         sizes["mlp_width"] = model.inner // tp
     if "attention" in parts:
-        # Of keys and values together; queries are at least as wide.
+        # The width of all key heads; queries are at least as wide.
         sizes["head_width"] = model.groups * model.head_size // tp
     return sizes
 
 
 def fp8_layout_fits(config: RunConfig, mesh: Mesh) -> Iterator[Problem]:
-    """How a run with products in fp8 may be divided."""
+    """The parallel layouts in which fp8 can be used."""
     precision, model = config.precision, config.model
     if "head" in precision.fp8 and mesh.tp > 1:
-        what = "the head's products cannot be in fp8 when tp divides the head"
+        what = "the head cannot use fp8 when tp shards it"
         yield Problem(what, "precision.fp8", 'leave "head" out, or set parallel.tp = 1')
     if not precision.fp8_of_blocks or not isinstance(model, GPTConfig):
         return
     if mesh.pp > 1:
-        what = "the scales of blocks in fp8 are not measured in pipeline stages"
+        what = "pipeline stages do not support the fp8 scales of blocks"
         yield Problem(what, "precision.fp8", "leave it out, or set parallel.pp = 1")
-    sizes = [("tp", size) for size in _inside(config, model, tp=mesh.tp).values()]
+    sizes = [("tp", size) for size in _block_sizes(config, model, tp=mesh.tp).values()]
     sizes.append(("cp", (config.data.sequence or model.context) // mesh.cp))
     for axis, size in sizes:
         if size % FP8_MULTIPLE and mesh.sizes[axis] > 1:
-            what = f"leaves {size} on a device, and fp8 needs multiples of {FP8_MULTIPLE}"
+            what = f"leaves a size of {size} on a device, and fp8 needs multiples of {FP8_MULTIPLE}"
             yield Problem(what, f"parallel.{axis}", "change it, or leave precision.fp8 out")

@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from gristmill.base.tensor_slices import TensorSlice, split_slices
 from gristmill.config.model import GPTConfig, Role
 from gristmill.config.resolve import padded
-from gristmill.models.drawing import fill_normal
+from gristmill.models.counter_rng import fill_normal
 from gristmill.models.layers import (
     DOCUMENT_BLOCK,
     Block,

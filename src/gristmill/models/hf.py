@@ -27,7 +27,7 @@ from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.hf import HFConfig, model_type
 from gristmill.config.model import Role
-from gristmill.models.drawing import drawing
+from gristmill.models.counter_rng import counter_rng
 from gristmill.models.families import open_foreign
 from gristmill.models.hf_classes import (
     block_names_of,
@@ -224,7 +224,7 @@ class HFModel(CausalLM):
             inside = [f"{name}.{one}" for one, _ in module.named_parameters()]
             direct = [f"{name}.{one}" for one, _ in module.named_parameters(recurse=False)]
             if (inside and chosen.issuperset(inside)) or (direct and chosen.issuperset(direct)):
-                with _seeded(f"{seed}:{name}", self.device), drawing(seed, name):
+                with _seeded(f"{seed}:{name}", self.device), counter_rng(seed, name):
                     self.inner._init_weights(module)
         left = [name for name in chosen if own[name].isnan().any()]
         if left:

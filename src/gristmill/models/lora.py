@@ -26,7 +26,7 @@ from torch.nn import functional
 from gristmill.base.errors import UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.lora import LoraConfig
-from gristmill.models.drawing import fill_uniform
+from gristmill.models.counter_rng import fill_uniform
 from gristmill.models.spec import (
     ADAPTER_PARTS,
     CausalLM,

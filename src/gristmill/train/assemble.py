@@ -54,7 +54,7 @@ from gristmill.track.account import WallAccount
 from gristmill.track.folder import RunFolder
 from gristmill.train.build import build_strategy, open_run_world
 from gristmill.train.compare import CompareReplicas
-from gristmill.train.defaults import changes, decided
+from gristmill.train.defaults import describe_changes, with_device_defaults
 from gristmill.train.health import RunHealth
 from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage
 from gristmill.train.memory import explainer, fitted, note_of
@@ -156,12 +156,12 @@ def assemble(
     micro-batch and recomputation may be changed so that the run fits into memory."""
     world = world or open_run_world(config)
     control = control or ControlGroup()
-    asked, config = config, decided(config, folder, world, control)
+    asked, config = config, with_device_defaults(config, folder, world, control)
     chat = open_chat(config) if config.data.kind == "chat" else None
     data, tokenizer = open_run_data(config, folder, chat, shows=saves and control.is_rank0)
     resolved = resolve(config, vocab=tokenizer.size, mesh=world.layout)
     chosen = fitted(config, resolved, world, control, fit=fit)
-    changed = changes(asked, config)
+    changed = describe_changes(asked, config)
     if chosen is not None:
         changed.append(note_of(chosen, config))
         config = chosen.config

@@ -35,7 +35,7 @@ from gristmill.track.metrics import Record, StepRecord, read_metrics
 from gristmill.train.assemble import BuiltRun, assemble, build_health, build_loader, build_meter
 from gristmill.train.build import open_run_world
 from gristmill.train.claim import known_steps
-from gristmill.train.defaults import as_it_began
+from gristmill.train.defaults import with_recorded_defaults
 from gristmill.train.hooks import Hooks
 from gristmill.train.loop import train
 from gristmill.train.meter import StepEvent
@@ -158,7 +158,7 @@ def replay_step(
     path = checkpoints.path(start)
     if problems := verify(path):
         raise UserError(problems, exit=Exit.STORAGE)
-    config = as_it_began(config, folder, check_mesh(config, processes=1))
+    config = with_recorded_defaults(config, folder, check_mesh(config, processes=1))
     changed = changed_settings(folder.settings, config) if folder.holds_run() else []
     was_deterministic = config.runtime.deterministic
     config = _for_replay(config)

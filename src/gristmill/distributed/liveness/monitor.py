@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.exits import print_exit_report, run_briefly, write_exit_report
 from gristmill.base.process import ProcessInfo
-from gristmill.distributed.failures import explained_failure
+from gristmill.distributed.failures import explain_failure
 from gristmill.distributed.liveness.heartbeat import (
     Heartbeat,
     Roster,
@@ -244,7 +244,7 @@ class Monitor:
         cause = self._find_cause(error) if may_come_from_peer(error) else None
         leave_by = self._now + self.limits.leaving
         if cause is None:
-            failure = None if isinstance(error, UserError) else explained_failure(error)
+            failure = None if isinstance(error, UserError) else explain_failure(error)
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             message = f"{kind}{error}".removesuffix(": ")
             if failure is not None:

@@ -11,7 +11,7 @@ from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.load import load_preset
 from gristmill.config.model import GPTConfig
 from gristmill.models.build import build_model
-from gristmill.models.drawing import fill_normal, fill_uniform
+from gristmill.models.counter_rng import fill_normal, fill_uniform
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""Initial weights: a function of seed, name and place, with the right distribution."""
+"""Initial weights are a function of seed, name and position, with the right distribution."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gristmill.base.tensor_slices import TensorSlice
-from gristmill.models import drawing as module
-from gristmill.models.drawing import drawing, fill_normal, fill_uniform
+from gristmill.models import counter_rng as module
+from gristmill.models.counter_rng import counter_rng, fill_normal, fill_uniform
 
 
-def reference(seed: int, name: str, place: int) -> tuple[int, int]:
-    """Part of a number and 23 bits of its place there: SplitMix64 with Python's integers."""
+def reference(seed: int, name: str, position: int) -> tuple[int, int]:
+    """The bin of a value and 23 bits of its offset in it: SplitMix64 with Python's integers."""
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
-    bits = (place * 0x9E3779B97F4A7C15 + key) % 2**64
+    bits = (position * 0x9E3779B97F4A7C15 + key) % 2**64
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
     bits ^= bits >> 31
     return bits >> 48, bits >> 24 & (1 << 23) - 1
 
 
-def test_numbers_are_those_of_the_definition() -> None:
+def test_values_follow_the_definition() -> None:
     drawn = torch.empty(40, 5)
     fill_normal(drawn, 1.0, seed=3, name="blocks.0.mlp.up.weight")
-    for place, value in enumerate(drawn.flatten().tolist()):
-        part, inside = reference(3, "blocks.0.mlp.up.weight", place)
-        # Their share of the distribution below, to less than a part.
+    for position, value in enumerate(drawn.flatten().tolist()):
+        index, offset = reference(3, "blocks.0.mlp.up.weight", position)
+        # The probability below the value, to less than a bin.
         below = math.erfc(-value / math.sqrt(2)) / 2
-        assert below == pytest.approx((part + inside / 2**23) / 2**16, abs=2**-19)
+        assert below == pytest.approx((index + offset / 2**23) / 2**16, abs=2**-19)
 
 
 def test_the_distribution_is_normal() -> None:
@@ -65,7 +65,7 @@ def test_moments_and_independence() -> None:
     assert one.mean().item() == pytest.approx(-1, abs=0.01)
 
 
-def test_a_region_has_what_the_whole_has_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_equals_that_of_the_whole_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = torch.empty(30, 7, 3)
     fill_normal(whole, 0.5, seed=9, name="weight")
     region = TensorSlice((4, 2, 1), (29, 6, 3))
@@ -86,10 +86,10 @@ def other_default() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("first", [other_default, FakeTensorMode, torch.inference_mode])
-def test_where_something_is_drawn_first_changes_nothing(first: Callable[[], Any]) -> None:
+def test_the_context_of_the_first_call_changes_nothing(first: Callable[[], Any]) -> None:
     usual, other = torch.empty(40, 5), torch.empty(40, 5)
     fill_normal(usual, 1.0, seed=3, name="w")
-    module._nodes.cache_clear()
+    module._bin_edges.cache_clear()
     with first():
         fill_normal(torch.empty(40, 5), 1.0, seed=3, name="w")
     fill_normal(other, 1.0, seed=3, name="w")
@@ -104,8 +104,7 @@ def test_torchs_default_format_changes_nothing() -> None:
     assert torch.equal(usual, other)
 
 
-def test_a_sequence_longer_than_32_bits_goes_on() -> None:
-    """Places beyond 2^32 are new numbers."""
+def test_positions_beyond_32_bits_have_values_of_their_own() -> None:
     shape, rows = (1 << 34, 8), torch.empty(3, 8)
     begins, found = [0, 1 << 29, 1 << 33], set()
     for begin in begins:
@@ -115,10 +114,10 @@ def test_a_sequence_longer_than_32_bits_goes_on() -> None:
     assert len(found) == 72
 
 
-def test_code_of_others_draws_the_same_numbers() -> None:
+def test_other_libraries_draw_the_same_values() -> None:
     state = torch.get_rng_state()
     own, theirs = torch.empty(50, 4), torch.empty(50, 4)
-    with drawing(5, "layer"):
+    with counter_rng(5, "layer"):
         torch.nn.init.normal_(theirs, mean=1.0, std=0.02)
         bound = torch.nn.init.uniform_(torch.empty(100), -2, 3)
         cut = torch.nn.init.trunc_normal_(torch.empty(1000), std=0.1, a=-0.2, b=0.2)
