@@ -19,6 +19,10 @@ def main() -> None:
 
         if answer(asked):
             return
+    if "--install-completion" in sys.argv[1:]:
+        from gristmill.cli.completion import remember_commands
+
+        remember_commands()
     from gristmill.base.caches import use_compile_caches
 
     use_compile_caches()
