@@ -19,6 +19,10 @@ def main() -> None:
 
         if print_completions(request):
             return
+    if "--install-completion" in sys.argv[1:]:
+        from gristmill.cli.completion import cache_commands
+
+        cache_commands()
     from gristmill.base.caches import use_compile_caches
 
     use_compile_caches()

@@ -31,7 +31,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import ProcessInfo
-from gristmill.cli.completion import cache_commands
 from gristmill.cli.progress import DOWNLOADS
 from gristmill.cli.verbs import EXAMPLES, FIRST_STEPS, PLACEHOLDERS, VERBS
 from gristmill.hub.client import downloads_shown
@@ -167,8 +166,6 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with downloads_shown(DOWNLOADS if _speaks() else None):
-            if "--install-completion" in sys.argv[1:]:
-                cache_commands()
             # Else `python -m gristmill` would install completion for a program of that name.
             app(prog_name="gristmill")
     except UserError as error:
