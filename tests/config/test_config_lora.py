@@ -111,7 +111,7 @@ def test_patterns_choose_layers(pattern: str, chosen: int) -> None:
         (["parallel.pp=2"], "parallel.pp: adapters are not divided"),
         (["parallel.gossip.topology=ring"], "parallel.gossip: workers exchange all weights"),
         (['parallel.local.every="3 steps"'], "parallel.local: workers exchange all weights"),
-        (['precision={compute="bf16",fp8=["head"]}'], "precision.fp8: is for training the layers"),
+        (['precision={compute="bf16",fp8=["head"]}'], "precision.fp8: needs trainable layers"),
     ],
 )
 def test_what_cannot_act_is_refused(start: Path, words: list[str], message: str) -> None:

@@ -81,7 +81,7 @@ def _advice(run: NewRun) -> str:
         tokens = format_count(wanted / GOOD_EPOCHS)
         return f"More text would improve it: {tokens} tokens are enough for this size."
     seconds = wanted / run.plan.step.tokens_per_second
-    return f"A longer run would improve it: the usual tokens take {described_span(seconds)}."
+    return f"A longer run would improve it: the usual token count takes {described_span(seconds)}."
 
 
 def _digits(number: float) -> str:
