@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gristmill.base.process import ProcessInfo
 from gristmill.base.units import Progress
 from gristmill.bench.cluster.collectives import COLLECTIVES, _measure
-from gristmill.bench.cluster.members import Member, Team, nccl_version
+from gristmill.bench.cluster.members import CheckContext, Member, nccl_version
 from gristmill.bench.cluster.pairs import _receive, _send, _wait
 from gristmill.config.load import load_text
 from gristmill.config.parallel import Mesh
@@ -142,8 +142,8 @@ def test_control_messages_stay_on_the_host() -> None:
 @pytest.mark.parametrize("size", [4096, 2**24])
 def test_collectives_are_right(name: str, size: int) -> None:
     member = Member(0, 0, "here", DEVICE, None, {})
-    team = Team(World(device(), ProcessInfo()), ControlGroup(), [member])
-    found = _measure(team, COLLECTIVES[name], everybody(), size)
+    context = CheckContext(World(device(), ProcessInfo()), ControlGroup(), [member])
+    found = _measure(context, COLLECTIVES[name], everybody(), size)
     assert (found["wrong"], found["bytes"]) == (0, size) and found["seconds"] > 0
 
 

@@ -99,7 +99,7 @@ def test_from_one_checkpoint_both_have_the_same_losses(
 
 
 @pytest.mark.parametrize(
-    ("how", "dtype", "groups", "width", "tolerance"),
+    ("implementation", "dtype", "groups", "width", "tolerance"),
     [
         ("cudnn", jnp.bfloat16, 12, 64, 0.02),
         ("cudnn", jnp.bfloat16, 4, 128, 0.02),
@@ -109,7 +109,7 @@ def test_from_one_checkpoint_both_have_the_same_losses(
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_that_saves_no_scores_is_plain_attention(
-    how: str, dtype: Any, groups: int, width: int, tolerance: float, causal: bool
+    implementation: str, dtype: Any, groups: int, width: int, tolerance: float, causal: bool
 ) -> None:
     """Within a share of the largest number."""
     keys = jax.random.split(jax.random.key(1), 3)
@@ -118,11 +118,12 @@ def test_attention_that_saves_no_scores_is_plain_attention(
         for key, heads in zip(keys, (12, groups, groups), strict=True)
     ]
 
-    def run(how: str) -> Any:
-        way = partial(attend, mask=None, dropout=0.0, causal=causal, scale=width**-0.5, how=how)
+    def run(implementation: str) -> Any:
+        settings = {"causal": causal, "scale": width**-0.5, "implementation": implementation}
+        function = partial(attend, mask=None, dropout=0.0, **settings)
 
         def total(*inputs: Any) -> Any:
-            found = way(*inputs)
+            found = function(*inputs)
             weights = jnp.cos(jnp.arange(found.size, dtype=jnp.float32)).reshape(found.shape)
             return jnp.sum(found.astype(jnp.float32) * weights), found
 
@@ -130,7 +131,7 @@ def test_attention_that_saves_no_scores_is_plain_attention(
             gradients, found = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*inputs)
         return [np.asarray(one.astype(jnp.float32)) for one in (found, *gradients)]
 
-    for ours, plain in zip(run(how), run("plain"), strict=True):
+    for ours, plain in zip(run(implementation), run("plain"), strict=True):
         np.testing.assert_allclose(ours, plain, atol=tolerance * np.abs(plain).max())
 
 
