@@ -249,7 +249,7 @@ def test_alone_on_a_machine(
     document = json.loads((tmp_path / "found.json").read_text())
     assert document["good"] and len(document["members"]) == 2
     assert [row["ranks"] for row in document["checks"]["pairs"]["numbers"]] == [[0, 1]]
-    assert "1 pairs of processes" in done.stdout
+    assert "1 pair of processes" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
 
 

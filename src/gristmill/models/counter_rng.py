@@ -101,7 +101,7 @@ def _random_bits(
 
 
 def _device(target: torch.Tensor) -> torch.device:
-    """Where values are generated: on the CPU for Apple's GPUs, which have no 64-bit floats."""
+    """Where values are generated: on the CPU for other devices, whose integers were not tested."""
     return target.device if target.device.type in ("cpu", "cuda") else torch.device("cpu")
 
 

@@ -151,7 +151,8 @@ def judge_pairs(rows: Sequence[Mapping[str, Any]], members: Sequence[Member]) ->
         yield problem("pairs", what, remedy, exit=Exit.DEVICE)
     median = statistics.median(row["bandwidth"] for row in rows)
     latency = statistics.median(row["latency"] for row in rows)
-    what = f"{len(rows)} pairs of {'nodes' if multi_node else 'processes'}: median of "
+    pairs = f"{len(rows)} {'pair' if len(rows) == 1 else 'pairs'}"
+    what = f"{pairs} of {'nodes' if multi_node else 'processes'}: median of "
     what += f"{median / 1e9:.3g} GB/s in each direction at {format_bytes(rows[0]['bytes'])}, "
     what += f"{short_time(latency)} latency"
     slow = [row for row in rows if row["bandwidth"] < FAR_SLOWER * median]

@@ -43,7 +43,12 @@ if TYPE_CHECKING:
 
 _POLL = 0.25
 _TORCH = "/torch/"
-_WAITING_FILES = ("distributed/control.py", "cluster/collectives.py", "cluster/pairs.py")
+_WAITING_FILES = (
+    "distributed/control.py",
+    "cluster/clocks.py",
+    "cluster/collectives.py",
+    "cluster/pairs.py",
+)
 """Files in which a process waits for other processes."""
 _GRACE = 3.0
 """Seconds that the other processes get to report after one has failed."""
