@@ -116,7 +116,7 @@ def test_fp8_is_refused() -> None:
         (("model.window=8",), "cudnn has no windows"),
         (('data.documents="masked"',), "cudnn takes no masks"),
         (('precision.compute="fp32"',), "cudnn computes in bf16"),
-        (('runtime.device="cuda"',), "has no effect on cuda"),
+        (('runtime.device="cuda"',), "has no effect unless runtime.device is 'xla' (it is 'cuda')"),
     ],
 )
 def test_a_kernel_for_attention_that_does_not_fit_is_refused(

@@ -85,7 +85,14 @@ def other_default() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("first", [other_default, FakeTensorMode, torch.inference_mode])
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Shapes are traced, and tensors that hold values may take part."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@pytest.mark.parametrize("first", [other_default, tracing, torch.inference_mode])
 def test_the_context_of_the_first_call_changes_nothing(first: Callable[[], Any]) -> None:
     usual, other = torch.empty(40, 5), torch.empty(40, 5)
     fill_normal(usual, 1.0, seed=3, name="w")

@@ -41,7 +41,9 @@ def xla_fits(config: RunConfig) -> Iterator[Problem]:
     """Everything that XLA devices cannot do, or would ignore."""
     if config.runtime.device != "xla":
         if config.runtime.xla_attention != "auto":
-            yield no_effect("runtime.xla_attention", f"on {config.runtime.device}")
+            device = config.runtime.device
+            why = f"unless runtime.device is 'xla' (it is {device!r})"
+            yield no_effect("runtime.xla_attention", why)
         return
     yield from _attention_fits(config)
     model, parallel, precision = config.model, config.parallel, config.precision
