@@ -11,7 +11,7 @@ from fault_kit import Verdict, gristmill
 from fault_training import RUN, write_text
 
 from gristmill.base.errors import Exit
-from gristmill.config.load import setting_paths
+from gristmill.config.invalid import setting_paths
 
 WRONG = (
     "[[1, 2], [3]]",

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from gristmill.base.errors import UserError
 from gristmill.config.documentation import docstrings
 from gristmill.config.file_schema import DRAFT, run_file_schema
-from gristmill.config.load import dump_run, load_preset, load_text, preset_names, setting_paths
+from gristmill.config.invalid import setting_paths
+from gristmill.config.load import dump_run, load_preset, load_text, preset_names
 from gristmill.config.schema import RunConfig
 
 RUN = """\

@@ -11,7 +11,7 @@ import typer
 
 from gristmill.base.errors import UserError
 from gristmill.cli.main import app
-from gristmill.config.load import setting_paths
+from gristmill.config.invalid import setting_paths
 from gristmill.dialects.table import (
     Dialect,
     ForeignOption,

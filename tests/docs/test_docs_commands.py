@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from gristmill.cli import main
 from gristmill.cli.main import app
-from gristmill.config.load import setting_paths
+from gristmill.config.invalid import setting_paths
 from gristmill.text.filters.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]

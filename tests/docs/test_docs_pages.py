@@ -15,7 +15,7 @@ from typing import Any, get_args
 import pytest
 
 from gristmill.base.errors import Exit
-from gristmill.config.load import setting_paths
+from gristmill.config.invalid import setting_paths
 from gristmill.track.metrics import Record
 
 yaml = pytest.importorskip("yaml")

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from gristmill.base.units import Duration
 from gristmill.cli.main import app
 from gristmill.cli.verbs import FIRST_STEPS, VERBS
-from gristmill.config.load import load_run, load_text, preset_names, setting_paths
+from gristmill.config.invalid import setting_paths
+from gristmill.config.load import load_run, load_text, preset_names
 from gristmill.config.resolve import resolve
 from gristmill.config.schema import RunConfig
 from gristmill.plan.arithmetic import count_parameters

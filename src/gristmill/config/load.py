@@ -14,21 +14,24 @@ import difflib
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Protocol, Union, cast, get_args, get_origin
+from typing import Any, Protocol, cast
 
 import tomli_w
-from pydantic import BaseModel, Tag, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.files import read_json
-from gristmill.config.documentation import docstrings, key_lines
 from gristmill.config.hf import architecture_settings, model_settings
+from gristmill.config.invalid import (
+    SettingPlaces,
+    explain_invalid,
+    find_field,
+    find_tables,
+    setting_paths,
+)
 from gristmill.config.launch import LaunchConfig
 from gristmill.config.rules import check
 from gristmill.config.schema import MODEL_KINDS, RunConfig
@@ -115,9 +118,11 @@ def load_launch(words: Sequence[str]) -> LaunchConfig:
     try:
         return LaunchConfig.model_validate(_nest(values).get("launch", {}))
     except ValidationError as error:
-        known = _Places("command line", "", places)
+        known = SettingPlaces("command line", "", places)
         errors = [{**details, "loc": ("launch", *details["loc"])} for details in error.errors()]
-        raise UserError(_problem(cast(ErrorDetails, error), known) for error in errors) from None
+        raise UserError(
+            explain_invalid(cast(ErrorDetails, error), known) for error in errors
+        ) from None
 
 
 def load_text(
@@ -134,7 +139,7 @@ def load_text(
         file = _flatten(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"not valid TOML: {error}", where=place) from error
-    written = _Places(place, text, dict.fromkeys(file))
+    written = SettingPlaces(place, text, dict.fromkeys(file))
     old_names = [path for path in RENAMED if path in file]
     for old in old_names:
         if RENAMED[old] in file:
@@ -153,7 +158,7 @@ def load_text(
     asked = {path for path in file if ".".join(path) not in defaults} | words.keys()
 
     lower: Values = {}
-    places = _Places(place, text, {})
+    places = SettingPlaces(place, text, {})
     weights: dict[str, Any] | None = None
     for path in (("model", "start"), ("preset",), ("model", "hf")):
         name, setting = given.get(path), ".".join(path)
@@ -201,32 +206,6 @@ def _read_architecture(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise DataError("this is not the config.json of a model: no model_type", where=file)
     return architecture_settings(content)
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where every setting was written."""
-
-    file: str
-    text: str
-    of: dict[Path_, str | None]
-    """None for a setting in the file."""
-
-    def where(self, path: Path_) -> str:
-        """A setting with its place, or that of the nearest table around it."""
-        setting = ".".join(path)
-        for end in range(len(path), 0, -1):
-            if inside := [known for known in self.of if known[:end] == path[:end]]:
-                known = path[:end] if path[:end] in inside else inside[0]
-                place = self.of[known] or f"{self.file}:{self._line(path, known)}"
-                return f"{place}: {setting}"
-        return f"{self.file}: {setting}"
-
-    def _line(self, path: Path_, known: Path_) -> int:
-        """The line of a setting in the file, which may be in a list of tables below a known one."""
-        lines = key_lines(self.text)
-        ends = range(len(path), len(known), -1)
-        return lines[next((path[:end] for end in ends if path[:end] in lines), known)]
 
 
 def dump_run(config: RunConfig) -> str:
@@ -376,7 +355,7 @@ def _marked(path: Path_) -> Iterator[str]:
 
 def _family(key: str, kind: Any) -> Any:
     """What kinds of a table with the same settings have in common; the kind itself if alone."""
-    return getattr(_tables(RunConfig, key).get(str(kind)), "family", kind)
+    return getattr(find_tables(RunConfig, key).get(str(kind)), "family", kind)
 
 
 def _overlap(path: Path_, other: Path_) -> bool:
@@ -388,7 +367,7 @@ def _remove_unset(tables: dict[str, Any], model: type[BaseModel] = RunConfig) ->
     """Drop every setting whose value is `unset`. Unknown settings and required tables keep it, and
     are refused with their place."""
     for key, value in list(tables.items()):
-        info, classes = _field(model, key), _tables(model, key)
+        info, classes = find_field(model, key), find_tables(model, key)
         if value == UNSET and info is not None and (not classes or info.default is None):
             del tables[key]
         elif isinstance(value, dict) and classes:
@@ -403,7 +382,10 @@ def _remove_unset(tables: dict[str, Any], model: type[BaseModel] = RunConfig) ->
 
 
 def _validate(
-    values: Values, places: _Places, written: Collection[Path_], weights: dict[str, Any] | None
+    values: Values,
+    places: SettingPlaces,
+    written: Collection[Path_],
+    weights: dict[str, Any] | None,
 ) -> RunConfig:
     """The settings, without those of lower layers that have no effect beside the user's own."""
     tables = _nest(values)
@@ -415,7 +397,7 @@ def _validate(
     try:
         config = RunConfig.model_validate(tables)
     except ValidationError as error:
-        invalid = dict.fromkeys(_problem(details, places) for details in error.errors())
+        invalid = dict.fromkeys(explain_invalid(details, places) for details in error.errors())
         raise UserError(invalid) from None
     problems = check(config, written=written, weights=weights)
     broken = [(tuple(str(problem.where).split(".")), problem) for problem in problems]
@@ -428,108 +410,3 @@ def _validate(
             Problem(problem.what, places.where(path), problem.remedy) for path, problem in broken
         )
     return config
-
-
-def _problem(details: ErrorDetails, places: _Places) -> Problem:
-    path, model = _locate(details)
-    dotted = ".".join(path)
-    where = places.where(path)
-    match details["type"]:
-        case "extra_forbidden":
-            return Problem("there is no such setting", where, _nearest(path, model))
-        case "missing":
-            return Problem("this setting is required", where, _description(path, model))
-        case "union_tag_invalid":
-            got, choices = details["ctx"]["tag"], details["ctx"]["expected_tags"]
-            return Problem(f"there is no type {got!r}", f"{where}.type", f"one of {choices}")
-        case "union_tag_not_found" if isinstance(details["input"], dict):
-            names = " or ".join(map(repr, _tables(model, path[-1])))
-            return Problem("the table does not say its type", f"{where}.type", f"give {names}")
-        case "model_type" | "model_attributes_type" | "union_tag_not_found":
-            if details["input"] == UNSET:
-                return Problem("every run has this table", where, "unset its settings one by one")
-            message = f"must be a table, [{dotted}]"
-        case "tuple_type" if _tables(model, path[-1]):
-            message = f"must be a list of tables: write [[{dotted}]], with two brackets"
-        case "value_error":
-            message = str(details["ctx"]["error"])
-        case _:
-            message = details["msg"][0].lower() + details["msg"][1:]
-    # An address may hold a password.
-    given = "" if dotted == "alert.url" else f" (it is {details['input']!r})"
-    return Problem(f"{message}{given}", where, _description(path, model))
-
-
-def _locate(details: ErrorDetails) -> tuple[Path_, type[BaseModel]]:
-    """The key's path without the tags that unions add, and the class of the table it is in."""
-    path: list[str] = []
-    model: type[BaseModel] = RunConfig
-    parts = [str(part) for part in details["loc"]]
-    for position, part in enumerate(parts):
-        candidates = _tables(model, path[-1]) if path else {}
-        if part in candidates and position < len(parts) - 1:
-            model = candidates[part]
-            continue
-        if path and len(candidates) == 1:
-            model = next(iter(candidates.values()))
-        path.append(part)
-    return tuple(path), model
-
-
-def _field(model: type[BaseModel], key: str) -> Any:
-    fields = model.model_fields.items()
-    return next((info for name, info in fields if key in (name, info.alias)), None)
-
-
-def _tables(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
-    """The table classes a field may hold, by their `type` or tag."""
-    return _table_classes(getattr(_field(model, key), "annotation", None))
-
-
-def _table_classes(option: Any) -> dict[str, type[BaseModel]]:
-    table, *tags = get_args(option) if get_origin(option) is Annotated else (option,)
-    if isinstance(table, type) and issubclass(table, BaseModel):
-        kind = table.model_fields.get("type")
-        tag = next((tag.tag for tag in tags if isinstance(tag, Tag)), table.__name__)
-        return {str(kind.default) if kind else tag: table}
-    if get_origin(table) not in (Union, UnionType, tuple):
-        return {}
-    # A tuple is a list of tables.
-    classes = [_table_classes(member) for member in get_args(table)]
-    return {kind: one for some in classes for kind, one in some.items()}
-
-
-def _description(path: Path_, model: type[BaseModel]) -> str | None:
-    return " ".join(docstrings(model).get(path[-1], "").split()) or None
-
-
-def _nearest(path: Path_, model: type[BaseModel]) -> str:
-    known = [info.alias or name for name, info in model.model_fields.items()]
-    kinds = [kind for kind, table in _tables(RunConfig, path[0]).items() if _field(table, path[-1])]
-    if len(path) == 2 and kinds and path[0] == "model":
-        if "hf" in kinds:
-            return "only a Hugging Face model has it: give model.hf too"
-        return "not with model.hf: set what its architecture has in model.hf_config"
-    if len(path) == 2 and kinds:
-        return f"{path[0]} has it with type = {' or '.join(map(repr, kinds))}"
-    keys = difflib.get_close_matches(path[-1], {p[-1] for p in setting_paths()}, n=1, cutoff=0.81)
-    near = (
-        difflib.get_close_matches(path[-1], known, n=2, cutoff=0.6)
-        or [".".join(p) for p in setting_paths() if p[-1] in keys][:3]
-        or difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-    )
-    return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(known)}"
-
-
-@cache
-def setting_paths(model: type[BaseModel] = RunConfig, path: Path_ = ()) -> tuple[Path_, ...]:
-    """Every setting a user can write, as paths."""
-    found: dict[Path_, None] = {}
-    for name, info in model.model_fields.items():
-        key = info.alias or name
-        tables = _tables(model, key)
-        if not tables:
-            found[(*path, key)] = None
-        for table in tables.values():
-            found.update(dict.fromkeys(setting_paths(table, (*path, key))))
-    return tuple(found)
