@@ -2,20 +2,26 @@
 
     nanoGPT | transformers | ours | nanoGPT | transformers | ours | ...
 
-Blocks alternate, so that a noisy machine disturbs all systems alike; each begins with two steps
-that are not timed. Where the memory of a GPU does not hold all systems, each is built, measured and
-given up before the next. Memory is that of one step of a system alone, with weights and moments.
+Each system has a process of its own. They are built and compiled at the same time; then blocks
+alternate, so that a noisy machine disturbs all systems alike, and one system runs while the others
+wait. Each block begins with steps that are not timed. A waiting system keeps its weights and
+moments on the device, nothing else. Memory is the peak of a whole step, weights and moments
+included.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -25,10 +31,11 @@ from peers import BASE, Builder, System, numbers_of
 from gristmill.base.errors import UserError
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.device import Device
+from gristmill.distributed.world import open_world
 from gristmill.plan.arithmetic import count_parameters, token_cost
 
 UNTIMED = 2
-"""Steps at the beginning of a block that are not timed: they find the caches of another system."""
+"""Steps at the beginning of a block that are not timed: the caches are another system's."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Plan:
 
 @dataclass
 class Measured:
-    """What was found about one system."""
+    """The measurements of one system."""
 
     speeds: list[float] = field(default_factory=list)
     """Tokens per second of each block; none if the system did not fit into memory."""
@@ -57,73 +64,140 @@ class Measured:
     """Of a step; only if asked for."""
 
 
-def measure(builders: Mapping[str, Builder], plan: Plan) -> dict[str, Measured]:
-    """All systems in alternating blocks, or one after the other where memory does not hold all."""
-    found = _in_turns(builders, plan)
+def measure(builders: Mapping[str, Builder], config: RunConfig, plan: Plan) -> dict[str, Measured]:
+    """All systems in alternating blocks. `config`: threads, TF32 and determinism of all."""
     _free()
-    if found is None:
-        print("the systems do not fit into memory together: one after the other", flush=True)
-        found = {}
-        for name, build in builders.items():
-            found |= _in_turns({name: build}, plan) or {name: Measured()}
-            _free()
-    return found
+    measured = {name: Measured() for name in builders}
+    with _workers(builders, config, plan) as workers:
+        for worker in workers.values():
+            worker.order("build")
+        peaks = {name: worker.answer() for name, worker in workers.items()}
+        for name, peak in peaks.items():
+            # Building side by side takes more memory than taking turns.
+            measured[name].peak = peak or workers[name].do("build") or 0
+        fitting = {name: worker for name, worker in workers.items() if measured[name].peak}
+        for block in range(plan.blocks):
+            for name, worker in fitting.items():
+                speed, measured[name].loss = worker.do("block")
+                measured[name].speeds.append(speed)
+            speeds = ", ".join(f"{name} {measured[name].speeds[-1]:,.0f}" for name in fitting)
+            print(f"block {block + 1} of {plan.blocks}: {speeds}", file=sys.stderr, flush=True)
+        for name, worker in fitting.items() if plan.kernels else ():
+            measured[name].kernels = worker.do("kernels")
+    for one in measured.values() if plan.device != "cuda" else ():
+        one.peak = 0
+    return measured
 
 
-def _in_turns(builders: Mapping[str, Builder], plan: Plan) -> dict[str, Measured] | None:
-    """Alternate between systems; None if memory runs out."""
-    systems: dict[str, System] = {}
-    found = {name: Measured() for name in builders}
+@dataclass(frozen=True)
+class _Worker:
+    """A process with one system, which does what it is told."""
+
+    name: str
+    connection: Connection
+    process: Any
+
+    def order(self, what: str) -> None:
+        self.connection.send(what)
+
+    def answer(self) -> Any:
+        try:
+            done, answer = self.connection.recv()
+        except EOFError:
+            raise SystemExit(f"{self.name}: its process ended") from None
+        if not done:
+            raise SystemExit(f"{self.name} failed:\n{answer}")
+        return answer
+
+    def do(self, what: str) -> Any:
+        self.order(what)
+        return self.answer()
+
+
+@contextmanager
+def _workers(
+    builders: Mapping[str, Builder], config: RunConfig, plan: Plan
+) -> Iterator[dict[str, _Worker]]:
+    context, workers = multiprocessing.get_context("spawn"), dict[str, _Worker]()
     try:
         for name, build in builders.items():
-            found[name].peak = _prepare(name, build, systems, plan)
-        for block in range(plan.blocks):
-            for name, system in systems.items():
-                _run_block(system, found[name], plan)
-            print(f"block {block + 1} of {plan.blocks}", file=sys.stderr, flush=True)
-        for name, system in systems.items() if plan.kernels else ():
-            found[name].kernels = kernel_times(system.step, plan.device)
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there, build, config, plan), daemon=False)
+            process.start()
+            there.close()
+            workers[name] = _Worker(name, here, process)
+        yield workers
+    finally:
+        for worker in workers.values():
+            worker.connection.close()  # ends it, unless it is within an order
+        for worker in workers.values():
+            worker.process.join(10)
+            worker.process.kill()
+
+
+def _work(connection: Connection, build: Builder, config: RunConfig, plan: Plan) -> None:
+    """The process of a system."""
+    open_world(config.runtime, tf32=config.precision.tf32)
+    system: System | None = None
+    while True:
+        try:
+            order = connection.recv()
+        except EOFError:
+            break
+        try:
+            answer: Any
+            if order == "build":
+                system, answer = _build(build, plan)
+            else:
+                assert system is not None, "built first"
+                run = {"block": _run_block, "kernels": _kernels}[order]
+                answer = run(system, plan)
+            connection.send((True, answer))
+        except Exception:  # the parent shows it
+            connection.send((False, traceback.format_exc()))
+            break
+        _free()
+    if system is not None:
+        system.close()
+
+
+def _build(build: Builder, plan: Plan) -> tuple[System | None, int | None]:
+    """A system that has compiled, and the peak memory of a step; nothing if memory ran out."""
+    try:
+        system = build()
+        for _ in range(3):
+            system.step().item()
     except (torch.OutOfMemoryError, UserError) as error:
         if not _ran_out(error):
             raise
-        found.clear()
-    finally:
-        for system in systems.values():
-            system.close()
-    return found or None
-
-
-def _prepare(name: str, build: Builder, systems: dict[str, System], plan: Plan) -> int:
-    """Build a system, let it compile, and return the peak memory of a step of it alone."""
-    print(f"{name}: building and compiling", file=sys.stderr, flush=True)
-    _free(systems_stay=True)
-    before = torch.cuda.memory_allocated() if plan.device == "cuda" else 0
-    systems[name] = system = build()
-    for _ in range(3):
+    else:
+        if plan.device != "cuda":
+            return system, 1
+        torch.cuda.reset_peak_memory_stats()
         system.step().item()
-    if plan.device != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    system.step().item()
-    return torch.cuda.max_memory_allocated() - before
+        return system, torch.cuda.max_memory_allocated()
+    _free()
+    return None, None
 
 
-def _run_block(system: System, found: Measured, plan: Plan) -> None:
-    _free(systems_stay=True)
+def _run_block(system: System, plan: Plan) -> tuple[float, float]:
+    """Tokens per second, and the last loss."""
     for _ in range(UNTIMED):
         loss = system.step()
     loss.item()  # waits for the device
     started = time.perf_counter()
     for _ in range(plan.steps):
         loss = system.step()
-    found.loss = loss.item()
-    found.speeds.append(plan.tokens_per_step * plan.steps / (time.perf_counter() - started))
+    last = loss.item()
+    return plan.tokens_per_step * plan.steps / (time.perf_counter() - started), last
 
 
-def _free(*, systems_stay: bool = False) -> None:
+def _kernels(system: System, plan: Plan) -> list[KernelTime]:
+    return kernel_times(system.step, plan.device)
+
+
+def _free() -> None:
     """Give memory that nobody holds back to the device."""
-    if not systems_stay:
-        torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -72,7 +72,7 @@ def compare(
     check_same_function(configs, nanogpt=options.nanogpt)
     systems = builders(configs, nanogpt=options.nanogpt, tokens=tokens, folder=folder)
     chosen = {name: build for name, build in systems.items() if name not in options.without}
-    found = measure(chosen, plan)
+    found = measure(chosen, config, plan)
     report(config, found, plan)
     print(flush=True)
     return as_json(found)

@@ -71,6 +71,7 @@ order = "random"
 [train]
 until = "100k steps"
 batch = {batch}
+micro_batch = {batch}
 [runtime]
 {runtime}
 [precision]

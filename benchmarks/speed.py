@@ -49,7 +49,7 @@ def main() -> None:
         ours = {"gristmill": config}
         check_same_function(ours, nanogpt=options.nanogpt)
         systems = builders(ours, nanogpt=options.nanogpt, tokens=tokens, folder=folder)
-        report(config, measure(systems, plan), plan)
+        report(config, measure(systems, config, plan), plan)
 
 
 def parse() -> argparse.Namespace:

@@ -93,11 +93,21 @@ def _placeholder(parameter: Any) -> str | None:
     """What the help calls a value; None for a flag, and where it lists the few that there are."""
     if parameter.param_type_name == "argument":
         return str(parameter.name).upper()
-    kind = getattr(parameter.type_descriptor, "annotation", None)
-    if parameter.is_flag or get_origin(kind) is Literal:
+    kind = _kind_of_value(parameter)
+    if parameter.is_flag or kind == "choice":
         return None
     known = next((PLACEHOLDERS[name] for name in parameter.opts if name in PLACEHOLDERS), None)
-    return known or ("N" if kind is int else "X" if kind is float else None)
+    return known or {"integer": "N", "float": "X"}.get(kind)
+
+
+def _kind_of_value(parameter: Any) -> str:
+    """What click calls it."""
+    if hasattr(parameter, "type"):  # in typer before 0.29
+        return str(parameter.type.name)
+    annotation = parameter.type_descriptor.annotation
+    if get_origin(annotation) is Literal:
+        return "choice"
+    return {int: "integer", float: "float"}.get(annotation, "text")
 
 
 class _Commands(TyperGroup):

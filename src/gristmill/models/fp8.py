@@ -109,8 +109,15 @@ class Fp8Scales:
         self._write_scales()
 
     def _write_scales(self) -> None:
+        # Projections that start at zero have an amax of 0, and so have the gradients of what is
+        # before them. In the next step they are something, so they are scaled as the largest of
+        # other layers: a scale that is too small would clamp them, one that is too large costs
+        # digits only far from there.
+        others_LO = self.amax_LO.amax(dim=0, keepdim=True)
+        others_LO = torch.where(others_LO > 0, others_LO, 1.0)
+        amax_LO = torch.where(self.amax_LO > 0, self.amax_LO, others_LO)
         # The power of two above: the exponent of fp32 is its bits from the 23rd on.
-        least = (self.amax_LO / self._format_max_O).clamp(min=2.0**-100)
+        least = (amax_LO / self._format_max_O).clamp(min=2.0**-100)
         scales_LO = ((least.view(torch.int32) & 0x7F800000) + (1 << 23)).view(torch.float32)
         spread_LOA = scales_LO[..., None].expand(-1, -1, ALIGNED)
         all_scales = [_tensor(layer.fp8_scales) for layer in self.layers.values()]
@@ -167,7 +174,7 @@ def _cast(
     x: torch.Tensor, layer: Sequence[torch.Tensor], activation: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The input of a layer in fp8, and transposed. `layer`: its scales and amax."""
-    untransposed, transposed, _ = fp8_cast(x, None, *layer, X, activation, BOTH)
+    untransposed, transposed, _ = fp8_cast(x, None, *layer, X, activation, BOTH, False)
     return untransposed, transposed
 
 
@@ -176,8 +183,8 @@ def _cast_weight(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight in fp8, and what to keep of it for a layer in a dtype."""
     if weight.dtype == dtype:
-        return fp8_cast(weight, None, *layer, WEIGHT, "", UNTRANSPOSED)[0], weight
-    untransposed, transposed, _ = fp8_cast(weight, None, *layer, WEIGHT, "", BOTH)
+        return fp8_cast(weight, None, *layer, WEIGHT, "", UNTRANSPOSED, False)[0], weight
+    untransposed, transposed, _ = fp8_cast(weight, None, *layer, WEIGHT, "", BOTH, False)
     return untransposed, transposed
 
 
@@ -185,15 +192,21 @@ def _weight_transposed(kept: torch.Tensor, layer: Sequence[torch.Tensor]) -> tor
     """A weight in fp8, transposed, from what was kept of it."""
     if kept.dtype == FORMATS[False]:
         return kept
-    return fp8_cast(kept, None, *layer, WEIGHT, "", TRANSPOSED)[1]
+    return fp8_cast(kept, None, *layer, WEIGHT, "", TRANSPOSED, False)[1]
 
 
 def _cast_gradient(
-    d: torch.Tensor, layer: Sequence[torch.Tensor], h: torch.Tensor | None = None, name: str = ""
+    d: torch.Tensor,
+    layer: Sequence[torch.Tensor],
+    h: torch.Tensor | None = None,
+    activation: str = "",
+    *,
+    summed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A gradient in fp8, transposed, and the sums of its columns; times the slope at h of an
-    activation, if there is one."""
-    untransposed, transposed, sums = fp8_cast(d.contiguous(), h, *layer, GRADIENT, name, BOTH)
+    """A gradient in fp8, transposed, and the sums of its columns if they are needed; times the
+    slope at h of an activation, if there is one."""
+    d = d.contiguous()
+    untransposed, transposed, sums = fp8_cast(d, h, *layer, GRADIENT, activation, BOTH, summed)
     return untransposed, transposed, sums.sum(0)
 
 
@@ -206,14 +219,16 @@ def fp8_cast(
     operand: int,
     activation: str,
     written: int,
+    summed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A matrix in fp8, the same transposed, and for a gradient sums of its columns by groups of
+    """A matrix in fp8, the same transposed, and if `summed` the sums of its columns by groups of
     rows. What is cast is x, its activation, or with `h` x times the activation's slope there.
     `written`: UNTRANSPOSED, TRANSPOSED or BOTH; the other is empty."""
     if x.is_cuda:
         from gristmill.models.kernels.fp8 import cast
 
-        found = results(x, operand, written, groups=-(-x.shape[0] // CAST_ROWS))
+        groups = -(-x.shape[0] // CAST_ROWS) if summed else 0
+        found = results(x, operand, written, groups=groups)
         where = scales[operand], amax[operand:]
         cast(x, h, *where, found, activation=activation, rows=CAST_ROWS)
         return found
@@ -227,29 +242,38 @@ def fp8_cast(
     most, scaled = torch.finfo(dtype).max, values / scales[operand, 0]
     # Infinity minus itself is not a number.
     untransposed = (scaled.clamp(-most, most) + (scaled - scaled)).to(dtype)
-    sums = values.sum(0, keepdim=True) if operand == GRADIENT else values.new_empty(0)
+    sums = values.sum(0, keepdim=True) if summed else values.new_empty((0, x.shape[1]))
     transposed = untransposed.T.contiguous() if written & TRANSPOSED else untransposed.new_empty(0)
     return untransposed if written & UNTRANSPOSED else untransposed.new_empty(0), transposed, sums
 
 
 @fp8_cast.register_fake
-def _(x: Any, h: Any, scales: Any, amax: Any, operand: int, activation: str, written: int) -> Any:
-    return results(x, operand, written, groups=-(-x.shape[0] // CAST_ROWS) if x.is_cuda else 1)
+def _(
+    x: Any,
+    h: Any,
+    scales: Any,
+    amax: Any,
+    operand: int,
+    activation: str,
+    written: int,
+    summed: bool,
+) -> Any:
+    groups = -(-x.shape[0] // CAST_ROWS) if x.is_cuda else 1
+    return results(x, operand, written, groups=groups if summed else 0)
 
 
 def results(
     x_RC: torch.Tensor, operand: int, written: int, *, groups: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Memory for what `fp8_cast` returns, with sums over so many groups of rows."""
-    (rows, columns), gradient = x_RC.shape, operand == GRADIENT
+    (rows, columns), dtype = x_RC.shape, FORMATS[operand == GRADIENT]
     shapes = [(rows, columns) if written & UNTRANSPOSED else (0,)]
     shapes.append((columns, rows) if written & TRANSPOSED else (0,))
-    untransposed, transposed = (x_RC.new_empty(shape, dtype=FORMATS[gradient]) for shape in shapes)
-    sums = (groups, columns) if gradient else (0,)
-    return untransposed, transposed, x_RC.new_empty(sums, dtype=torch.float32)
+    untransposed, transposed = (x_RC.new_empty(shape, dtype=dtype) for shape in shapes)
+    return untransposed, transposed, x_RC.new_empty((groups, columns), dtype=torch.float32)
 
 
-CAST_ROWS = 128
+CAST_ROWS = 64
 """Rows of the tile that one program of the kernel casts."""
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -324,7 +348,8 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x8_IN, kept_weight, scales = ctx.saved_tensors
         w8_IO = _weight_transposed(kept_weight, (scales, ctx.amax))
-        d8_NO, d8_ON, sums_O = _cast_gradient(gradients[0], (scales, ctx.amax))
+        scaled = scales, ctx.amax
+        d8_NO, d8_ON, sums_O = _cast_gradient(gradients[0], scaled, summed=ctx.biased)
         x_scale, w_scale, d_scale = _split(scales)
         d_x_NI = _product(d8_NO, w8_IO, d_scale, w_scale, dtype=ctx.dtypes[0])
         d_weight_OI = _product(d8_ON, x8_IN, d_scale, x_scale, dtype=ctx.dtypes[1])
@@ -391,10 +416,10 @@ class _Fp8MLP(torch.autograd.Function):
         half, up_dtype, down_dtype = ctx.dtypes
         x_scale, u_scale, dh_scale = _split(up_scales)
         y_scale, d_scale, dz_scale = _split(down_scales)
-        dz8_ND, dz8_DN, _ = _cast_gradient(gradients[0], down)
+        dz8_ND, dz8_DN, _ = _cast_gradient(gradients[0], down, summed=False)
         d_down_DF = _product(dz8_DN, y8_FN, dz_scale, y_scale, dtype=down_dtype)
         dy_NF = _product(dz8_ND, _weight_transposed(kept_down, down), dz_scale, d_scale, dtype=half)
-        dh8_NF, dh8_FN, sums_F = _cast_gradient(dy_NF, up, h_NF, ctx.activation)
+        dh8_NF, dh8_FN, sums_F = _cast_gradient(dy_NF, up, h_NF, ctx.activation, summed=ctx.biased)
         d_up_FD = _product(dh8_FN, x8_DN, dh_scale, x_scale, dtype=up_dtype)
         d_x_ND = _product(dh8_NF, _weight_transposed(kept_up, up), dh_scale, u_scale, dtype=half)
         d_bias_F = sums_F.to(half) if ctx.biased else None

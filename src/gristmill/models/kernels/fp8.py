@@ -85,6 +85,9 @@ def _quantise(x, scale, values, count, NATIVE: tl.constexpr, BLOCK: tl.constexpr
 # records the amax, and writes the matrix in fp8 as it is and transposed; of a gradient also
 # the sums of its columns over the rows of a program, which are added up elsewhere, in a fixed
 # order.
+#
+# A thread has the same columns of four rows. Four values below one another become one word of the
+# transposed matrix before threads exchange anything, so that they exchange words, not bytes.
 
 CAST_COLUMNS, CAST_WARPS = 128, 8
 
@@ -101,17 +104,19 @@ def cast(
 ) -> None:
     """Cast x, its activation, or with h x times the activation's slope there. `results`: where to
     write it as it is, transposed, and the sums of its columns over so many rows; what is empty is
-    not written. `amax` is raised to the largest absolute value."""
+    not written. `amax` is raised to the largest absolute value. If one of the values that a program
+    casts is infinite, all of them become NaN."""
     assert x_RC.is_contiguous() and (h_RC is None or h_RC.is_contiguous()), "rows are contiguous"
     cast_RC, transposed_CR, sums = results
     count, columns = x_RC.shape
+    assert count % 4 == 0, "whole words of a transposed matrix"
     _cast[(triton.cdiv(count, rows), triton.cdiv(columns, CAST_COLUMNS))](
         x_RC,
         x_RC if h_RC is None else h_RC,
         scale,
         amax,
-        cast_RC,
-        transposed_CR,
+        cast_RC.view(torch.uint8),
+        transposed_CR.view(torch.int32),
         sums,
         count,
         columns,
@@ -122,7 +127,7 @@ def cast(
         SUMS=sums.numel() > 0,
         FORMAT="e5m2" if cast_RC.dtype == E5M2 else "e4m3",
         NATIVE=x_RC.is_cuda,
-        TILE_R=rows,
+        QUADS=rows // 4,
         TILE_C=CAST_COLUMNS,
         num_warps=CAST_WARPS,
     )
@@ -146,6 +151,60 @@ def _activated(h, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _operand(x, h, at, inside, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, NATIVE: tl.constexpr):
+    """What is cast, in fp32."""
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if SLOPE:
+        _, slope = _activated(
+            tl.load(h + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION, NATIVE
+        )
+        value = value * slope
+    elif ACTIVATION != "":
+        value, _ = _activated(value, ACTIVATION, NATIVE)
+    return value
+
+
+# Four numbers in fp8 as one word, the first in its lowest byte. Clamps to the format's range.
+_E4M3_WORD: tl.constexpr = tl.constexpr("""{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}""")
+_E5M2_WORD: tl.constexpr = tl.constexpr("""{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}""")
+
+
+@triton.jit
+def _bytes(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Numbers in fp8, as bytes."""
+    if NATIVE:
+        WORD: tl.constexpr = _E4M3_WORD if FORMAT == "e4m3" else _E5M2_WORD
+        return tl.inline_asm_elementwise(
+            WORD, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    fp8: tl.constexpr = tl.float8e4nv if FORMAT == "e4m3" else tl.float8e5
+    return fitted(x, FORMAT, NATIVE).to(fp8).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _words(a, b, c, d, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Four numbers in fp8 each, as words."""
+    if NATIVE:
+        WORD: tl.constexpr = _E4M3_WORD if FORMAT == "e4m3" else _E5M2_WORD
+        return tl.inline_asm_elementwise(
+            WORD, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+    low = _bytes(a, FORMAT, NATIVE).to(tl.int32) | (_bytes(b, FORMAT, NATIVE).to(tl.int32) << 8)
+    high = _bytes(c, FORMAT, NATIVE).to(tl.int32) | (_bytes(d, FORMAT, NATIVE).to(tl.int32) << 8)
+    return low | (high << 16)
+
+
+@triton.jit
 def _cast(
     x,
     h,
@@ -163,35 +222,40 @@ def _cast(
     SUMS: tl.constexpr,
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
-    TILE_R: tl.constexpr,
+    QUADS: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
-    column = tl.program_id(1).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)
-    at = row[:, None] * columns + column[None, :]
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if SLOPE:
-        _, slope = _activated(
-            tl.load(h + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION, NATIVE
-        )
-        value = value * slope
-    elif ACTIVATION != "":
-        value, _ = _activated(value, ACTIVATION, NATIVE)
-    tl.atomic_max(amax, tl.max(tl.abs(value)), sem="relaxed")
+    first_quad = tl.program_id(0).to(tl.int64) * QUADS
+    first_column = tl.program_id(1).to(tl.int64) * TILE_C
+    quad, column = tl.arange(0, QUADS), tl.arange(0, TILE_C)
+    quad_inside = quad < rows // 4 - first_quad
+    column_inside = column < columns - first_column
+    inside = quad_inside[:, None] & column_inside[None, :]
+    corner = first_quad * 4 * columns + first_column
+    at = quad[:, None] * (4 * columns) + column[None, :]
+    x += corner
+    h += corner
+    a = _operand(x, h, at, inside, ACTIVATION, SLOPE, NATIVE)
+    b = _operand(x + columns, h + columns, at, inside, ACTIVATION, SLOPE, NATIVE)
+    c = _operand(x + 2 * columns, h + 2 * columns, at, inside, ACTIVATION, SLOPE, NATIVE)
+    d = _operand(x + 3 * columns, h + 3 * columns, at, inside, ACTIVATION, SLOPE, NATIVE)
+    largest = tl.max(tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))))
+    tl.atomic_max(amax, largest, sem="relaxed")
     if SUMS:
-        here = sums + tl.program_id(0) * columns + column
-        tl.store(here, tl.sum(value, 0), mask=column < columns)
-    value = value * (1.0 / tl.load(scale))
-    # Infinity minus itself is not a number, and stays it in fp8.
-    value = fitted(value, FORMAT, NATIVE) + (value - value)
+        here = sums + tl.program_id(0) * columns + first_column + column
+        tl.store(here, tl.sum((a + b) + (c + d), 0), mask=column_inside)
+    # The casts turn infinities into the format's largest. Infinity minus itself is NaN, so a tile
+    # with one becomes NaN, and the step is skipped.
+    factor = 1.0 / tl.load(scale) + (largest - largest)
+    a, b, c, d = a * factor, b * factor, c * factor, d * factor
     if UNTRANSPOSED:
-        tl.store(untransposed + at, value.to(untransposed.dtype.element_ty), mask=inside)
+        untransposed += corner
+        tl.store(untransposed + at, _bytes(a, FORMAT, NATIVE), mask=inside)
+        tl.store(untransposed + columns + at, _bytes(b, FORMAT, NATIVE), mask=inside)
+        tl.store(untransposed + 2 * columns + at, _bytes(c, FORMAT, NATIVE), mask=inside)
+        tl.store(untransposed + 3 * columns + at, _bytes(d, FORMAT, NATIVE), mask=inside)
     if TRANSPOSED:
-        # Cast anew: where one conversion to e4m3 is both stored and moved between threads, ptxas
-        # 12.8 lets the latter read it too early. No compiler may leave out adding 0, because of -0.
-        again = tl.trans((value + 0.0).to(transposed.dtype.element_ty))
-        across = column[:, None] * rows + row[None, :]
-        tl.store(
-            transposed + across, again, mask=(column < columns)[:, None] & (row < rows)[None, :]
-        )
+        transposed += first_column * (rows // 4) + first_quad
+        across = column[:, None] * (rows // 4) + quad[None, :]
+        words = tl.trans(_words(a, b, c, d, FORMAT, NATIVE))
+        tl.store(transposed + across, words, mask=column_inside[:, None] & quad_inside[None, :])
