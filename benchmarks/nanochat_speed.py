@@ -10,7 +10,7 @@ model, optimizer and fp8 are used as they are, compiled, without clipping. Ours 
 with as many layers of that width, and the same batch:
 
     ours        the loss over the whole vocabulary, of the next token only, as nanochat's
-    ours, fp8   the same with the linear layers of blocks in fp8
+    ours, fp8   the same with the linear layers of blocks and the head in fp8, as nanochat's
 
 Both have value embeddings, ours in fewer layers; neither computes what the other does to the bit.
 Blocks of steps alternate (`blocks.py`). `--kernels 20` shows where the time of a step goes.
@@ -38,7 +38,7 @@ from gristmill.distributed.world import open_world
 
 VOCABULARY, SEQUENCE = 32768, 2048
 PEER = "nanochat"
-FP8 = 'precision.fp8=["mlp", "attention"]'
+FP8 = 'precision.fp8=["head", "mlp", "attention"]'
 SAME = ("train.mtp=unset", "train.sampled_softmax=unset")
 
 

@@ -74,7 +74,11 @@ WAYS = {
 
 def ways_of(given: argparse.Namespace) -> dict[str, Way]:
     """All ways by name."""
-    ways = dict(WAYS[given.device])
+    ways = {
+        name: way
+        for name, way in WAYS[given.device].items()
+        if given.only is None or name in given.only
+    }
     for number, flags in enumerate(given.flags):
         ways[f"XLA {flags}"] = Way((XLA,), flags, f"flags-{number}")
     for number, words in enumerate(given.settings):
@@ -144,6 +148,7 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--precision", choices=("fp32", "bf16"), help="as the preset says if not")
     found.add_argument("--steps", type=int, default=10)
     found.add_argument("--rounds", type=int, default=3)
+    found.add_argument("--only", nargs="+", metavar="WAY", help="of the ways above, those named")
     found.add_argument("--flags", action="append", default=[], metavar="XLA_FLAGS")
     found.add_argument("--settings", action="append", default=[], metavar="KEY=VALUE ...")
     return found

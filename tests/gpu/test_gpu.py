@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from gristmill.base.units import Progress
 from gristmill.config.load import dump_run
@@ -111,6 +112,17 @@ def test_recorded_launches_compute_the_same(
     plain = losses(make_run(*ON_GPU, *settings), micro_batches=1)
     graphs = make_run(*ON_GPU, *settings, "runtime.cuda_graphs=true")
     assert losses(graphs, micro_batches=1) == pytest.approx(plain, rel=1e-4)
+
+
+def test_recorded_launches_of_blocks_in_fp8(make_run: MakeRun) -> None:
+    sizes = ("model.width=1024", "model.layers=2", "optim.lr=1e-3", "train.accumulate=1")
+    formats = ('precision.compute="bf16"', 'precision.fp8=["mlp", "attention"]')
+    settings = (*ON_GPU, *sizes, *formats, "runtime.compile=true")
+    plain = losses(make_run(*settings), micro_batches=1)
+    before = counters["inductor"]["cudagraph_skips"]
+    graphs = losses(make_run(*settings, "runtime.cuda_graphs=true"), micro_batches=1)
+    assert graphs == pytest.approx(plain, rel=1e-3)
+    assert counters["inductor"]["cudagraph_skips"] == before, "launched one by one"
 
 
 PACKED = DocumentRules(

@@ -30,6 +30,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
+from gristmill.models.operations import fake, operation
+
 MULTIPLE = 16
 """Dimensions of a product in fp8 must be multiples of this."""
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}
@@ -210,7 +212,7 @@ def _cast_gradient(
     return untransposed, transposed, sums.sum(0)
 
 
-@torch.library.custom_op("gristmill::fp8_cast", mutates_args=("amax",))
+@operation(mutates_args=("amax",))
 def fp8_cast(
     x: torch.Tensor,
     h: torch.Tensor | None,
@@ -228,10 +230,9 @@ def fp8_cast(
         from gristmill.models.kernels.fp8 import cast
 
         groups = -(-x.shape[0] // CAST_ROWS) if summed else 0
-        found = results(x, operand, written, groups=groups)
-        where = scales[operand], amax[operand:]
-        cast(x, h, *where, found, activation=activation, rows=CAST_ROWS)
-        return found
+        written_to = results(x, operand, written, groups=groups)
+        cast(x, h, scales, amax, operand, written_to, activation=activation, rows=CAST_ROWS)
+        return written_to
     values = x.float()
     if h is not None:
         values = _slope(h.float(), activation, values)
@@ -247,7 +248,7 @@ def fp8_cast(
     return untransposed if written & UNTRANSPOSED else untransposed.new_empty(0), transposed, sums
 
 
-@fp8_cast.register_fake
+@fake(fp8_cast)
 def _(
     x: Any,
     h: Any,

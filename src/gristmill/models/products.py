@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from gristmill.models.operations import fake, operation
+
 
 def cast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A linear layer in the dtype of its input; the gradient of the weight is in its own."""
@@ -125,7 +127,7 @@ class _FusedMLP(torch.autograd.Function):
         return d_pre_NF @ up_FD, d_up_FD, d_bias_F, d_down_DF, None
 
 
-@torch.library.custom_op("gristmill::linear_activation", mutates_args=())
+@operation()
 def _linear_activation(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,13 +136,13 @@ def _linear_activation(
     return linear_activation(x, weight, bias, activation)
 
 
-@_linear_activation.register_fake
+@fake(_linear_activation)
 def _(x: Any, weight: Any, bias: Any, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
     out = x.new_empty(x.shape[0], weight.shape[0])
     return x.new_empty(0) if activation == "relu2" else torch.empty_like(out), out
 
 
-@torch.library.custom_op("gristmill::activation_backward", mutates_args=())
+@operation()
 def _activation_backward(
     d: torch.Tensor, weight: torch.Tensor, kept: torch.Tensor, activation: str
 ) -> torch.Tensor:
@@ -149,7 +151,7 @@ def _activation_backward(
     return activation_backward(d, weight, kept, activation)
 
 
-@_activation_backward.register_fake
+@fake(_activation_backward)
 def _(d: Any, weight: Any, kept: Any, activation: str) -> torch.Tensor:
     return torch.empty_like(kept)
 
@@ -199,7 +201,7 @@ class _QKV(torch.autograd.Function):
         return d_x_ND, d_weight_OD, d_bias_O
 
 
-@torch.library.custom_op("gristmill::qkv_backward", mutates_args=())
+@operation()
 def qkv_backward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -218,6 +220,6 @@ def qkv_backward(
     return sum_of_products(parts, weight), d_weight
 
 
-@qkv_backward.register_fake
+@fake(qkv_backward)
 def _(query: Any, key: Any, value: Any, x: Any, weight: Any, dtype: torch.dtype) -> Any:
     return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=dtype)

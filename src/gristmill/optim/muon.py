@@ -82,7 +82,9 @@ def orthogonalise(x_NRC: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     for a, b, c in iteration.rows:
         products_NSS = torch.bmm(x_NSL, in_order(x_NSL.mT))
         factors_NSS = torch.baddbmm(products_NSS, products_NSS, products_NSS, beta=b, alpha=c)
-        x_NSL = torch.baddbmm(x_NSL, factors_NSS, x_NSL, beta=a)
+        # a X as part of the product: baddbmm would copy X, which is the larger, first.
+        factors_NSS.diagonal(dim1=1, dim2=2).add_(a)
+        x_NSL = torch.bmm(factors_NSS, x_NSL)
     return x_NSL
 
 

@@ -84,9 +84,9 @@ def cast() -> None:
         (fp8.GRADIENT, x, "gelu_tanh", fp8.BOTH),
         (fp8.GRADIENT, x, "relu2", fp8.BOTH),
     ):
-        found = fp8.results(x, operand, written, groups=2)
-        where = scales[operand], amax[operand:]
-        cast_kernel(x, h, *where, found, activation=activation, rows=fp8.CAST_ROWS)
+        found = fp8.results(x, operand, written, groups=4)
+        options = {"activation": activation, "rows": fp8.CAST_ROWS}
+        cast_kernel(x, h, scales, amax, operand, found, **options)
 
 
 compiled = list[str]()

@@ -58,8 +58,7 @@ def by_kernel(
 ) -> tuple[torch.Tensor, ...]:
     groups = -(-x.shape[0] // CAST_ROWS) if operand == GRADIENT else 0
     found = results(x, operand, written, groups=groups)
-    where = scales[operand], amax[operand:]
-    cast(x, h, *where, found, activation=activation, rows=CAST_ROWS)
+    cast(x, h, scales, amax, operand, found, activation=activation, rows=CAST_ROWS)
     return found
 
 

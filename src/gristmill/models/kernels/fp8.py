@@ -95,8 +95,9 @@ CAST_COLUMNS, CAST_WARPS = 128, 8
 def cast(
     x_RC: torch.Tensor,
     h_RC: torch.Tensor | None,
-    scale: torch.Tensor,
+    scales: torch.Tensor,
     amax: torch.Tensor,
+    operand: int,
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
     activation: str,
@@ -104,8 +105,8 @@ def cast(
 ) -> None:
     """Cast x, its activation, or with h x times the activation's slope there. `results`: where to
     write it as it is, transposed, and the sums of its columns over so many rows; what is empty is
-    not written. `amax` is raised to the largest absolute value. If one of the values that a program
-    casts is infinite, all of them become NaN."""
+    not written. The scale is the first in row `operand` of `scales`; that place of `amax` is raised
+    to the largest absolute value. If one of the values of a program is infinite, all become NaN."""
     assert x_RC.is_contiguous() and (h_RC is None or h_RC.is_contiguous()), "rows are contiguous"
     cast_RC, transposed_CR, sums = results
     count, columns = x_RC.shape
@@ -113,13 +114,15 @@ def cast(
     _cast[(triton.cdiv(count, rows), triton.cdiv(columns, CAST_COLUMNS))](
         x_RC,
         x_RC if h_RC is None else h_RC,
-        scale,
+        scales,
         amax,
         cast_RC.view(torch.uint8),
         transposed_CR.view(torch.int32),
         sums,
         count,
         columns,
+        OPERAND=operand,
+        SCALE=operand * scales.stride(0),
         ACTIVATION=activation,
         SLOPE=h_RC is not None,
         UNTRANSPOSED=cast_RC.numel() > 0,
@@ -208,13 +211,15 @@ def _words(a, b, c, d, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 def _cast(
     x,
     h,
-    scale,
+    scales,
     amax,
     untransposed,
     transposed,
     sums,
     rows,
     columns,
+    OPERAND: tl.constexpr,
+    SCALE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr,
     UNTRANSPOSED: tl.constexpr,
@@ -240,13 +245,13 @@ def _cast(
     c = _operand(x + 2 * columns, h + 2 * columns, at, inside, ACTIVATION, SLOPE, NATIVE)
     d = _operand(x + 3 * columns, h + 3 * columns, at, inside, ACTIVATION, SLOPE, NATIVE)
     largest = tl.max(tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))))
-    tl.atomic_max(amax, largest, sem="relaxed")
+    tl.atomic_max(amax + OPERAND, largest, sem="relaxed")
     if SUMS:
         here = sums + tl.program_id(0) * columns + first_column + column
         tl.store(here, tl.sum((a + b) + (c + d), 0), mask=column_inside)
     # The casts turn infinities into the format's largest. Infinity minus itself is NaN, so a tile
     # with one becomes NaN, and the step is skipped.
-    factor = 1.0 / tl.load(scale) + (largest - largest)
+    factor = 1.0 / tl.load(scales + SCALE) + (largest - largest)
     a, b, c, d = a * factor, b * factor, c * factor, d * factor
     if UNTRANSPOSED:
         untransposed += corner
