@@ -123,6 +123,34 @@ def test_the_amax_of_a_step_scales_the_next() -> None:
     assert scales.amax_LO[0, 0] == pytest.approx(950 * x.abs().max().item())
 
 
+def test_an_operand_of_zeros_is_scaled_as_the_largest_of_other_layers() -> None:
+    names = ("first", "zero", "last")
+    layers = {name: linear(bias=False)[0] for name in names}
+    torch.nn.init.zeros_(layers["zero"].weight)
+    scales = Fp8Scales(layers, CPU)
+
+    def loss() -> torch.Tensor:
+        # The gradient of what is before a layer of zeros is zero too.
+        passed = layers["zero"](layers["first"](random(16, 32))[:, :32])
+        return (passed * random(16, 48, seed=4)).sum() + layers["last"](3 * random(16, 32)).sum()
+
+    measure(scales, loss)
+    assert scales.amax_LO[0, 2] == scales.amax_LO[1, 1] == 0, "operands of zeros"
+    found = {name: layer.fp8_scales[:, 0] for name, layer in layers.items()}
+    largest = torch.stack(list(found.values())).amax(0)
+    assert found["zero"][1] == largest[1]
+    assert found["first"][2] == largest[2]
+    assert scales.state()["zero"][1] == 0, "saved as it was seen"
+
+
+def test_gradients_that_were_never_finite_are_scaled_as_ones() -> None:
+    layer, scales = linear()
+    measure(scales, lambda: layer(random(16, 32)).sum() * torch.inf)
+    assert scales.amax_LO[0, 2] == 0
+    assert layer.fp8_scales is not None
+    assert layer.fp8_scales[2, 0] == 2.0**-15  # a power of two above 1 / 57344
+
+
 def test_a_skipped_step_leaves_scales_alone() -> None:
     layer, scales = linear()
     measure(scales, lambda: layer(random(16, 32)).sum())

@@ -267,6 +267,7 @@ def uses_cuda_graphs(
         "train.ramp": config.train.ramp is not None,
         "train.recompute": config.train.recompute != "none",
         "documents kept apart": config.masks_documents,
+        "blocks in fp8": bool(config.precision.fp8_of_blocks),
         "optim.preconditioner": config.optim.preconditioning is not None,
         "runtime.offload": config.runtime.offload is not None,
     }
