@@ -11,8 +11,8 @@ from typing import Any
 
 from gristmill.base.errors import UserError
 from gristmill.report.parts_page import write_parts_page
-from gristmill.text.prepare.all_parts import PartsProgress
 from gristmill.text.prepare.part_status import PartState, PartStatus, part_statuses
+from gristmill.text.prepare.parts_run import PartsProgress
 
 _EVERY = 10.0
 """Seconds between two writings: looking at a thousand parts takes a moment."""

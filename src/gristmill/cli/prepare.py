@@ -74,7 +74,7 @@ from gristmill.cli.tokens_copy import named, prepare_and_upload, staged
 from gristmill.hub.client import downloads_shown
 from gristmill.hub.objects import scheme_of
 from gristmill.text.prepare.all_parts import part_requests
-from gristmill.text.prepare.prepare import PrepareProgress, PrepareResult
+from gristmill.text.prepare.prepare import PrepareResult
 from gristmill.text.prepare.prepare import prepare as prepare_tokens
 from gristmill.text.prepare.request import (
     WHOLE,
@@ -84,6 +84,7 @@ from gristmill.text.prepare.request import (
     parse_holdout,
     parse_part,
 )
+from gristmill.text.prepare.work_plan import PrepareProgress
 from gristmill.text.sources.corpora import Corpus, describe, known_corpora
 from gristmill.text.sources.source import DocumentSplit, OnDamage, ReadOptions
 

@@ -30,14 +30,9 @@ from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.parts_page import PartsPage, check_page, status_as_json
 from gristmill.cli.prepare_dedup import show_dedup
 from gristmill.cli.progress import ProgressLine
-from gristmill.text.prepare.all_parts import (
-    PartsListener,
-    PartsProgress,
-    TaskEngine,
-    log_pattern,
-    prepare_in_parts,
-)
+from gristmill.text.prepare.all_parts import log_pattern, prepare_in_parts
 from gristmill.text.prepare.part_status import PartState, PartStatus, finished_sets, part_statuses
+from gristmill.text.prepare.parts_run import PartsListener, PartsProgress, TaskEngine
 from gristmill.text.prepare.prepare import PrepareResult
 from gristmill.text.prepare.request import PrepareRequest, split_name
 from gristmill.text.sources import corpora

@@ -19,11 +19,12 @@ from typer.testing import CliRunner
 from gristmill.base.errors import Exit, UserError
 from gristmill.cli import prepare_parts
 from gristmill.cli.main import app
-from gristmill.text.prepare import all_parts
+from gristmill.text.prepare import parts_run
 from gristmill.text.prepare.all_parts import log_pattern
 from gristmill.text.prepare.part_status import PartState, part_statuses
-from gristmill.text.prepare.prepare import PrepareProgress, prepare
+from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PartNumber, PrepareRequest
+from gristmill.text.prepare.work_plan import PrepareProgress
 from gristmill.text.sources import corpora
 from gristmill.text.sources.corpora import Corpus
 from gristmill.text.sources.source import ReadOptions
@@ -249,8 +250,8 @@ def test_too_many_deaths_are_a_failure_and_the_rest_is_kept(
 def test_a_part_that_hangs_or_lags_is_started_anew(
     here: Callable[..., list[HereTasks]], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(all_parts, "_COUNT_EVERY", 0.02)
-    monkeypatch.setattr(all_parts, "_HANGS" if how == "hangs" else "_LAGS_LEAST", 0.4)
+    monkeypatch.setattr(parts_run, "_COUNT_EVERY", 0.02)
+    monkeypatch.setattr(parts_run, "_HANGS" if how == "hangs" else "_LAGS_LEAST", 0.4)
     invoke("in", "-t", "bytes", "-o", "whole/set")
     made = here(SlowTasks, hanging=(2,), chooses_machine=how == "lags")
     told = invoke("in", "-t", "bytes", "-o", "parts/set", "--parts", "4", "--engine", "local")
@@ -267,8 +268,8 @@ def test_a_part_is_not_ended_for_ever(
     here: Callable[..., list[HereTasks]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one attempt left, a slow part may still end by itself."""
-    monkeypatch.setattr(all_parts, "_COUNT_EVERY", 0.02)
-    monkeypatch.setattr(all_parts, "_HANGS", 0.1)
+    monkeypatch.setattr(parts_run, "_COUNT_EVERY", 0.02)
+    monkeypatch.setattr(parts_run, "_HANGS", 0.1)
     made = here(SlowTasks, moment=0.6)
     words = ["in", "-t", "bytes", "-o", "parts/set", "--parts", "2", "--engine", "local"]
     invoke(*words, "--attempts", "1")
@@ -298,7 +299,7 @@ def test_jobs_of_another_engine_are_not_joined(here: Callable[..., list[HereTask
 def test_a_lock_of_a_lost_process_is_waited_for(
     here: Callable[..., list[HereTasks]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gristmill.text.prepare.all_parts._AGAIN", 0.0)
+    monkeypatch.setattr("gristmill.text.prepare.parts_run._AGAIN", 0.0)
 
     def instead(number: int, attempt: int) -> int | str | None:
         if number == 2 and attempt in (2, 3):

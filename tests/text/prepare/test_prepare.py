@@ -21,13 +21,9 @@ from gristmill.cli.main import app
 from gristmill.text.prepare import prepare as module
 from gristmill.text.prepare.journal import Ledger
 from gristmill.text.prepare.outputs import PreparedSet
-from gristmill.text.prepare.prepare import (
-    PrepareProgress,
-    PrepareResult,
-    prepare,
-    prepare_documents,
-)
+from gristmill.text.prepare.prepare import PrepareResult, prepare, prepare_documents
 from gristmill.text.prepare.request import PrepareRequest, parse_holdout
+from gristmill.text.prepare.work_plan import PrepareProgress
 from gristmill.text.sources.source import Document, DocumentSplit, Dropped, ReadOptions, Reason
 from gristmill.text.tokenizers.tokenizer import ByteTokenizer, open_tokenizer
 from gristmill.text.tokenizers.training import train_tokenizer

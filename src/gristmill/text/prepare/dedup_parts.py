@@ -17,9 +17,9 @@ from contextlib import ExitStack
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.process import usable_cores
 from gristmill.text.prepare.deduplicate import PartDrops, group_parts, load_signed
-from gristmill.text.prepare.prepare import WorkPlan
 from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.prepare.signing import Listener, SignedPart, signing_request
+from gristmill.text.prepare.work_plan import WorkPlan
 from gristmill.text.prepare.workers import Workers
 from gristmill.text.sources.reading import find_sources
 from gristmill.text.tokenizers.tokenizer import Tokenizer
