@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from gristmill.config.parallel import Mesh
 from gristmill.plan.hardware import Hardware
@@ -174,44 +173,31 @@ def time_step(work: Work, hardware: Hardware) -> StepPlan:
     """The step of a layout on a kind of GPU."""
     mesh, shape, program = work.mesh, work.shape, work.program
     tokens = work.micro_batch * work.sequence // mesh.cp
-    one = _block(
-        shape,
-        tokens,
-        work.sequence,
-        mesh.tp,
-        work.recompute,
-        work.recompute_share,
-        work.precision,
-        work.fp8,
-        1 / work.micro_batches if program.keeps_fp8_weights else 1.0,
-        work.wide,
-        program,
-        hardware,
-    )
+    block = _block(work, hardware, tokens)
     layers, count = shape.layers / mesh.pp, work.micro_batches
     head = _head(work, hardware, tokens)
     if program.balanced:
         head /= mesh.pp
     tensor = layers * _tensor(work, hardware, tokens) + layers * _context(work, hardware, tokens)
     parts = {
-        "products": count * layers * one.products,
-        "attention": count * layers * one.attention,
-        "elementwise": count * layers * one.elementwise,
+        "products": count * layers * block.products,
+        "attention": count * layers * block.attention,
+        "elementwise": count * layers * block.elementwise,
         "head": count * head,
         "tensor_communication": count * tensor,
-        "recomputation": count * layers * one.recomputed,
-        "launches": count * layers * one.launches,
+        "recomputation": count * layers * block.recomputed,
+        "launches": count * layers * block.launches,
     }
     sent = _between_stages(work, hardware, tokens)
     if mesh.pp > 1:
         parts["pipeline_communication"] = count * sent
-    body = layers * one.seconds + tensor + sent
+    body = layers * block.seconds + tensor + sent
     # All other stages wait while the first and the last of the micro-batches go through: the one
     # with the head is the slowest.
     wait = (mesh.pp - 1) * body / work.stages * program.bubble
     parts["bubble"] = wait if mesh.pp > 1 else 0.0
-    backward = layers * one.backward + 2 / 3 * head
-    forward = body - layers * one.backward + head / 3
+    backward = layers * block.backward + 2 / 3 * head
+    forward = body - layers * block.backward + head / 3
     parts["data_communication"] = _data(work, hardware, forward, backward)
     parts["optimizer"] = _optimizer(work, hardware)
     parts = {name: parts.get(name, 0.0) for name in PARTS}
@@ -265,22 +251,8 @@ def product_seconds(
     return 2 * rows * inner * outer / peak * size * (1 + rates.half_features / outer)
 
 
-@lru_cache(maxsize=4096)
-def _block(
-    shape: Shape,
-    tokens: int,
-    sequence: int,
-    tp: int,
-    recompute: str,
-    recompute_share: float,
-    precision: str,
-    fp8: frozenset[str],
-    weight_casts: float,
-    wide: float,
-    program: Program,
-    hardware: Hardware,
-) -> _Block:
-    rates = hardware.rates
+def _block(work: Work, hardware: Hardware, tokens: int) -> _Block:
+    shape, program, rates, tp = work.shape, work.program, hardware.rates, work.mesh.tp
     query = shape.features / tp
     both = (shape.features + 2 * shape.groups * shape.head_size) / tp
     inner = shape.inner / tp
@@ -292,13 +264,14 @@ def _block(
     ]
     forward = sum(
         product_seconds(
-            tokens, k, o, hardware=hardware, precision="fp8" if part in fp8 else precision
+            tokens, k, o, hardware=hardware, precision="fp8" if part in work.fp8 else work.precision
         )
         for part, k, o in sizes
     )
-    casts = sum(_cast_bytes(tokens, k, o, weight_casts) for part, k, o in sizes if part in fp8)
-    attention = _attention(shape, tokens, sequence, tp, precision, program, hardware)
-    moved = wide * _elementwise_bytes(shape, tokens, tp, program)
+    weight_casts = 1 / work.micro_batches if program.keeps_fp8_weights else 1.0
+    casts = sum(_cast_bytes(tokens, k, o, weight_casts) for part, k, o in sizes if part in work.fp8)
+    attention = _attention(work, hardware, tokens)
+    moved = work.wide * _elementwise_bytes(work, tokens)
     bandwidth = hardware.memory_bandwidth * rates.memory_share
     elementwise = moved / bandwidth
     again = {
@@ -307,14 +280,14 @@ def _block(
         "attention": 0.0 if program.flash else attention,
         "products": forward / 2 + elementwise,
         "full": forward + attention + elementwise,
-    }[recompute] * recompute_share
+    }[work.recompute] * work.recompute_share
     products = forward * (2 + shape.trained)
     # The backward pass of attention has five products to the forward pass's two.
     attention_all = attention * (3.5 if program.flash else 3.0)
     all_elementwise = 3 * elementwise + casts / bandwidth
     busy = products + attention_all + all_elementwise + again
     kernels = rates.kernels_fused if program.fused else rates.kernels
-    passes = 3.0 + (recompute_share if recompute == "full" else 0.0)
+    passes = 3.0 + (work.recompute_share if work.recompute == "full" else 0.0)
     gaps = passes * kernels * rates.gap
     host = 0.0 if program.graphs else passes * kernels * rates.launch
     launches = _smooth_maximum(busy + gaps, host) - busy
@@ -332,19 +305,11 @@ def _smooth_maximum(one: float, other: float) -> float:
     return float((one**4 + other**4) ** 0.25)
 
 
-def _attention(
-    shape: Shape,
-    tokens: int,
-    sequence: int,
-    tp: int,
-    precision: str,
-    program: Program,
-    hardware: Hardware,
-) -> float:
+def _attention(work: Work, hardware: Hardware, tokens: int) -> float:
     """The forward pass of attention, without its linear layers."""
-    rates = hardware.rates
-    peak = hardware.peak(precision)
-    flops = 4 * tokens * sequence * shape.features / tp
+    shape, program, rates, tp = work.shape, work.program, hardware.rates, work.mesh.tp
+    peak = hardware.peak(work.precision)
+    flops = 4 * tokens * work.sequence * shape.features / tp
     if program.flash:
         share = rates.attention_share_native if program.native else rates.attention_share
         peak *= share
@@ -354,13 +319,14 @@ def _attention(
     peak *= rates.product_share
     narrow = 1 + rates.half_features / shape.head_size
     # Written by the product, read and written by softmax and by dropout, read by the product.
-    moved = 11.0 * tokens * sequence * shape.heads / tp
+    moved = 11.0 * tokens * work.sequence * shape.heads / tp
     memory = hardware.memory_bandwidth * rates.memory_share
     return flops / peak * narrow + moved / memory
 
 
-def _elementwise_bytes(shape: Shape, tokens: int, tp: int, program: Program) -> float:
+def _elementwise_bytes(work: Work, tokens: int) -> float:
     """What one block's forward pass reads and writes beside products and attention, in 16 bits."""
+    shape, program, tp = work.shape, work.program, work.mesh.tp
     stream = 18.0 if not program.fused else 14.0  # two norms, two residual additions, dropout
     inside = 8.0 if not program.fused else 4.0  # biases, rotary positions, copies of heads
     activation = (5.0 if not program.fused else 4.0) * (1.5 if shape.gated else 1.0)
