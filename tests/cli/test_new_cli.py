@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.cli.main import app
-from gristmill.cli.new_data import find_data, name_of
+from gristmill.cli.new_data import find_data
+from gristmill.cli.new_token_set import name_of
 from gristmill.config.file_schema import run_file_schema
 from gristmill.config.load import load_run
 from gristmill.config.rules import config_warnings
@@ -321,7 +322,7 @@ def test_wide_models_take_gpt2s_vocabulary_where_it_is(
     rest = 'name = "x"\ndata.paths = "x"\ntrain = { until = "1 step", batch = 8 }\n'
     wide = load_text(f'preset = "modern-mini"\n{rest}', place="x").model
     for here in (True, False):
-        monkeypatch.setattr("gristmill.cli.new_data.has_gpt2", lambda here=here: here)
+        monkeypatch.setattr("gristmill.cli.new_text.has_gpt2", lambda here=here: here)
         if here and not has_gpt2():
             continue
         vocab = find_data([str(text)], None).facts(wide).vocab  # type: ignore[arg-type]
