@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from static_peer import StaticPeer
 
-from gristmill.checkpoint.state import load_weights
+from gristmill.checkpoint.loading import load_weights
 from gristmill.config.hf import from_hf
 from gristmill.config.schema import parse_model
 from gristmill.generate.engine import Engine

@@ -10,7 +10,8 @@ from torch import nn
 
 from gristmill.base.errors import UserError
 from gristmill.checkpoint.layout import CheckpointFolder
-from gristmill.checkpoint.state import TrainState, capture, load_weights
+from gristmill.checkpoint.loading import load_weights
+from gristmill.checkpoint.state import TrainState, capture
 from gristmill.checkpoint.tensorfile import open_tensors
 from gristmill.checkpoint.writer import commit_pieces
 from gristmill.optim.spec import ParameterOptimizer

@@ -28,7 +28,7 @@ def logits_of(source: Path, folder: Path, ids_BT: torch.Tensor) -> torch.Tensor:
     """What our model computes with an imported checkpoint."""
     import_model(open_checkpoint(source), folder)
     # A vocabulary of 48 has no tokenizer of ours; generating is not what is tested.
-    from gristmill.checkpoint.state import load_weights
+    from gristmill.checkpoint.loading import load_weights
     from gristmill.checkpoint.tensorfile import open_hf_tensors
     from gristmill.config.hf import model_settings
     from gristmill.config.schema import parse_model

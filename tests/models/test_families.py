@@ -10,8 +10,8 @@ import torch
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.tensor_slices import TensorSlice
+from gristmill.checkpoint.loading import load_weights
 from gristmill.checkpoint.model import open_stored
-from gristmill.checkpoint.state import load_weights
 from gristmill.config.hf import from_hf
 from gristmill.config.model import GPTConfig
 from gristmill.export.folder import export

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gristmill.checkpoint.state import load_weights
+from gristmill.checkpoint.loading import load_weights
 from gristmill.config.hf import from_hf
 from gristmill.config.model import GPTConfig
 from gristmill.models import layers

@@ -28,8 +28,8 @@ from gristmill.checkpoint.layout import (
     step_of,
     verify,
 )
+from gristmill.checkpoint.loading import check_weights, load_weights
 from gristmill.checkpoint.pieces import OPTIMIZER, STRATEGY
-from gristmill.checkpoint.state import check_weights, load_weights
 from gristmill.checkpoint.state_file import STATE, is_count, read_state, shown
 from gristmill.checkpoint.tensorfile import open_hf_tensors, open_tensors
 from gristmill.config.hf import CODE_TYPE, architecture_settings, from_hf

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,13 @@ from gristmill.base.tensor_slices import TensorSlice, whole_slice
 from gristmill.base.units import Progress
 from gristmill.checkpoint.host import HOST, HostMemory, required_bytes
 from gristmill.checkpoint.layout import Best
+from gristmill.checkpoint.loading import (
+    FiniteCheck,
+    check_dtypes,
+    check_shapes,
+    fill_shard,
+    load_parameters,
+)
 from gristmill.checkpoint.pieces import (
     MODEL,
     OPTIMIZER,
@@ -55,8 +62,6 @@ from gristmill.checkpoint.pieces import (
 )
 from gristmill.checkpoint.state_file import FORMAT, VERSION, Counters, read_state
 from gristmill.checkpoint.tensorfile import DTYPE_NAMES, TensorReader, open_tensors, write_tensors
-from gristmill.models.spec import CausalLM
-from gristmill.models.weights import Weights
 from gristmill.optim.spec import CheckpointState, Optimizer, Placement, StateEntry
 from gristmill.strategies.sharding import ShardedParameter, whole_parameters
 
@@ -294,7 +299,7 @@ def restore(state: TrainState, folder: Path, *, other_run: bool = False) -> dict
     values = read_state(folder)
     _check_identity(values, state, folder, other_run=other_run)
     weights = open_tensors(folder)
-    _check_dtypes(
+    check_dtypes(
         {parameter.name: parameter.local.dtype for parameter in state.parameters.values()}, weights
     )
     load_parameters(state.parameters.values(), weights, padded=state.padded)
@@ -327,93 +332,6 @@ def _counterpart(state: TrainState, saved: Sequence[int]) -> int:
     return saved[state.workers.index(state.worker) % len(saved)] if state.workers else saved[0]
 
 
-def load_parameters(
-    parameters: Collection[ShardedParameter], weights: Weights, *, padded: frozenset[str]
-) -> None:
-    """Read this rank's shards of weights, and refuse them if they are not finite. Rows of `padded`
-    parameters that are not stored are padding and become 0."""
-    _check_shapes(
-        {parameter.name: parameter.shape for parameter in parameters}, weights, padded=padded
-    )
-    loaded = FiniteCheck()
-    for parameter in parameters:
-        target = parameter.local.detach()
-        if parameter.name in padded:
-            target.zero_()
-        _fill(target, parameter, weights, parameter.name)
-        loaded.add(parameter.name, target)
-    loaded.require(weights.where)
-
-
-def load_weights(
-    model: CausalLM, weights: Weights, shards: Mapping[str, ShardedParameter] | None = None
-) -> None:
-    """Read weights into a new model: into this rank's `shards` of it, or into the whole model."""
-    if shards is None:
-        check_weights(model, weights)
-        shards = whole_parameters(model)
-    load_parameters(shards.values(), weights, padded=model.vocabulary_parameters())
-
-
-def check_weights(model: CausalLM, weights: Weights) -> None:
-    """Refuse weights that do not fit a whole model, which needs no memory; of a model with adapters
-    theirs. Vocabulary tables may have more rows or fewer, as long as they have the vocabulary."""
-    base, named = model.base_parameters(), model.named_parameters()
-    shapes = {name: tuple(parameter.shape) for name, parameter in named if name not in base}
-    tables, stored = model.vocabulary_parameters(), weights.shapes
-    enough = frozenset(n for n in tables if stored.get(n) and stored[n][0] >= model.vocab)
-    _check_shapes(shapes, weights, padded=enough)
-
-
-class FiniteCheck:
-    """Finds tensors with NaN or infinity, and waits for the device only once."""
-
-    def __init__(self) -> None:
-        self._flags: dict[str, torch.Tensor] = {}
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.is_floating_point() and tensor.numel():
-            # Their extremes tell, without a copy of the tensor: 0 times anything finite is 0.
-            low, high = tensor.aminmax()
-            self._flags[name] = (low * 0 + high * 0).float()
-
-    def require(self, where: str) -> None:
-        """Refuse the tensors if any of them has such a number."""
-        if not self._flags:
-            return
-        flags = torch.stack(list(self._flags.values())).tolist()
-        names = [name for name, flag in zip(self._flags, flags, strict=True) if flag != 0]
-        if names:
-            others = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-            raise DataError(f"NaN or infinite numbers in {names[0]}{others}", where=where)
-
-
-def _check_shapes(
-    wanted: Mapping[str, tuple[int, ...]], stored: Weights, *, padded: frozenset[str]
-) -> None:
-    """Refuse tensors of other shapes; `padded` ones may differ in the number of rows."""
-    problems = []
-    for name, shape in wanted.items():
-        present, first = stored.shapes.get(name), 1 if name in padded else 0
-        if present is None:
-            problems.append(f"there is no {name}")
-        elif len(present) != len(shape) or present[first:] != shape[first:]:
-            problems.append(f"{name} has shape {present}, not {shape}")
-    if problems:
-        raise DataError([Problem(what, stored.where) for what in problems])
-
-
-def _check_dtypes(wanted: Mapping[str, torch.dtype], stored: TensorReader) -> None:
-    """Refuse tensors of another number format than the state that they are loaded into has."""
-    problems = [
-        f"{name} is stored as {stored.dtype(name)}, not {dtype}"
-        for name, dtype in wanted.items()
-        if name in stored.shapes and stored.dtype(name) != dtype
-    ]
-    if problems:
-        raise DataError([Problem(what, stored.where) for what in problems])
-
-
 def _check_optimizer(state: TrainState, stored: TensorReader, *, stepped: bool) -> None:
     """Refuse optimizer state that does not fit the parameters. The kernels check nothing: a tensor
     of another shape lets them write outside of their memory."""
@@ -435,8 +353,8 @@ def _check_optimizer(state: TrainState, stored: TensorReader, *, stepped: bool) 
                 padded |= {name} if key in state.padded else set()
             case Placement.SCALAR:
                 shapes[name] = ()
-    _check_shapes(shapes, stored, padded=frozenset(padded))
-    _check_dtypes(dtypes, stored)
+    check_shapes(shapes, stored, padded=frozenset(padded))
+    check_dtypes(dtypes, stored)
 
 
 def _restore_entries(source: CheckpointState, stored: TensorReader, state: TrainState) -> None:
@@ -453,7 +371,7 @@ def _restore_entries(source: CheckpointState, stored: TensorReader, state: Train
                 parameter = state.parameters[key]
                 shape, dtype = parameter.local.shape, stored.dtype(name)
                 value = torch.zeros(shape, dtype=dtype, device=parameter.local.device)
-                _fill(value, parameter, stored, name)
+                fill_shard(value, parameter, stored, name)
             case Placement.REPLICATED | Placement.SCALAR | Placement.ASSIGNED:
                 value = stored.read_exact(name).to(device)
             case Placement.PER_RANK:
@@ -472,14 +390,6 @@ def _restore_entries(source: CheckpointState, stored: TensorReader, state: Train
     loaded.require(stored.where)
     for entry in entries:
         source.load_entry(entry)
-
-
-def _fill(target: torch.Tensor, parameter: ShardedParameter, stored: Weights, name: str) -> None:
-    """Copy what is stored of this rank's slices of a tensor."""
-    for shard in parameter.slices:
-        for place, part in stored.parts(name, shard.whole):
-            local = place.relative_to(shard.whole).shift(shard.local.begin)
-            target[local.slices].copy_(part)
 
 
 # ------------------------------------------------------------------ identity

@@ -23,8 +23,8 @@ from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import require_utf8, storage_errors, sync_file, sync_folder, write_json
 from gristmill.base.locks import FolderLock
 from gristmill.base.tensor_slices import TensorSlice
+from gristmill.checkpoint.loading import FiniteCheck
 from gristmill.checkpoint.model import StoredModel
-from gristmill.checkpoint.state import FiniteCheck
 from gristmill.checkpoint.tensorfile import HF_INDEX
 from gristmill.models.weights import ForeignTensor
 

@@ -22,7 +22,7 @@ import torch
 
 from gristmill.base.errors import DataError, Exit, Problem, UserError
 from gristmill.base.files import require_room, sha256_file, write_json
-from gristmill.checkpoint.state import FiniteCheck
+from gristmill.checkpoint.loading import FiniteCheck
 from gristmill.checkpoint.tensorfile import DTYPE_NAMES, StreamedTensor, write_streamed
 from gristmill.config.hf import CODE_TYPE, to_hf_with_code
 from gristmill.export.staging import (
