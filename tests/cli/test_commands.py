@@ -250,7 +250,7 @@ def test_a_mistake_prints_one_clear_message_and_no_traceback(trained: Path) -> N
     assert done.stderr.splitlines() == [
         "error: command line 'train.until=5': train.until: needs a unit: write \"500 steps\", "
         '"1M samples" or "20B tokens" (it is 5)',
-        '    The horizon: "10k steps", "1M samples" or "20B tokens".',
+        '    Training length: "10k steps", "1M samples" or "20B tokens".',
         "error: command line 'optim.rl=3': optim.rl: there is no such setting",
         "    did you mean lr?",
     ]

@@ -418,12 +418,12 @@ REPLACED = {
         'until = "100 steps"',
         "until = 100",
         f"run.toml:8: train.until: needs a unit: {DURATION} (it is 100)\n"
-        '    The horizon: "10k steps", "1M samples" or "20B tokens".',
+        '    Training length: "10k steps", "1M samples" or "20B tokens".',
     ),
     "no horizon": (
         'until = "100 steps"',
         "",
-        "run.toml:9: train.until: this setting is required\n    The horizon: ",
+        "run.toml:9: train.until: this setting is required\n    Training length: ",
     ),
     "no batch": (
         "batch = 12",

@@ -1,1 +1,1 @@
-"""Floor 7: what survives a crash."""
+"""Floor 7: saving and loading checkpoints."""

@@ -35,7 +35,7 @@ Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*[KMGT]?$")]
 
 
 class KubernetesConfig(Settings):
-    """What only Kubernetes needs to know."""
+    """Settings for Kubernetes only."""
 
     kind: Literal["job", "pytorchjob"] = "job"
     """job: an Indexed Job, which every cluster has. pytorchjob: a PyTorchJob of Kubeflow's training
@@ -87,13 +87,13 @@ class LaunchConfig(Settings):
     restarts: Annotated[int, Field(ge=0)] = 0
     """How often all processes are restarted within the job after a crash that may pass."""
     account: Word | None = None
-    """The account or project that pays."""
+    """The account or project that is charged."""
     queue: Word | None = None
     """The queue; Slurm calls it a partition, Kubernetes with Kueue a local queue."""
     qos: Word | None = None
     """Slurm's quality of service."""
     constraint: Text | None = None
-    """Features that nodes must have, in Slurm's words."""
+    """Features that nodes must have, in Slurm's syntax."""
     reservation: Word | None = None
     """A reservation to run in."""
     exclusive: bool = False
@@ -113,12 +113,12 @@ class LaunchConfig(Settings):
     mail_on: Annotated[
         tuple[Literal["begin", "end", "fail"], ...], Field(strict=False, min_length=1)
     ] = ("begin", "end", "fail")
-    """When it writes."""
+    """When the scheduler sends mail."""
     modules: Words = ()
     """Environment modules to load, such as ["cray-python", "cudatoolkit-standalone/11.7.1"]."""
     setup: Texts = ()
     """Lines of shell to run before the training, on the first node and in this order, such as
-    ["source venv/bin/activate"]. This is the one setting that is a program."""
+    ["source venv/bin/activate"]. No other setting is run as a program."""
     environment: dict[Name, Text] = Field(default={})
     """Environment variables of all processes."""
     python: Text | None = None
@@ -136,12 +136,12 @@ class LaunchConfig(Settings):
     """tasks: the scheduler starts every process. torchrun: it starts one torchrun on each node,
     which starts the processes of the node."""
     mpi: Literal["openmpi", "mpich", "pals"] | None = None
-    """Whose mpiexec it is: Open MPI, MPICH (and Intel MPI), or Cray PALS. The job finds out by
-    itself if not given."""
+    """The implementation of mpiexec: Open MPI, MPICH (and Intel MPI), or Cray PALS. The job detects
+    it if not given."""
     hostfile: Text | None = None
     """A file with one host per line, for `mpi`; this machine alone if not given."""
     kubernetes: KubernetesConfig | None = None
-    """What only Kubernetes needs to know."""
+    """Settings for Kubernetes only."""
     address: Text | None = None
     """Where Ray's cluster is: the address of its dashboard, such as "http://head:8265"; found from
     RAY_ADDRESS if not given."""

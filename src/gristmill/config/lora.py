@@ -69,7 +69,7 @@ class LoraConfig(Settings):
     rank: Count
     """Rows of A and columns of B, such as 16; at most the inputs and outputs of each layer."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """Adapters count alpha / rank; twice the rank if not given."""
+    """The output of adapters is scaled by alpha / rank; twice the rank if not given."""
     dropout: Fraction = 0.0
     """Dropout on the input of the adapters, in training."""
     layers: Annotated[LayerPatterns, Field(min_length=1)] = ("*",)

@@ -97,8 +97,8 @@ class StageConfig(Settings):
     """The share of each source, such as { web = 0.8, code = 0.2 }; together 1. Sources that are
     left out are not read. A source is called by the end of its path in data.paths."""
     gradual: bool = False
-    """Go from the shares of the stage before to these in a straight line, over the whole stage;
-    they change at once if not."""
+    """Change linearly from the shares of the stage before to these, over the whole stage; at once
+    if not."""
 
 
 class _Mixed(Protocol):

@@ -147,7 +147,7 @@ class ModelConfig(Settings):
 
 
 class GPTConfig(ModelConfig):
-    """The shape of the network. GPT-2 as published is the default in all but size."""
+    """The native GPT. All defaults but the size are those of GPT-2 as published."""
 
     kind: ClassVar[str] = "GPT"
     abilities: ClassVar[frozenset[Ability]] = frozenset(Ability)
@@ -177,9 +177,9 @@ class GPTConfig(ModelConfig):
     vocab_multiple: Count = 128
     """Pad the embedding to a multiple of this, for speed; padded ids are never predicted."""
     positions: Literal["learned", "rotary"] = "learned"
-    """How the model knows where a token stands."""
+    """Position encoding: learned embeddings, or rotary ones (RoPE)."""
     rotary_base: Annotated[float, Field(gt=0)] | None = None
-    """Longest wavelength parameter of rotary positions; 10000 if not given."""
+    """Base of the wavelengths of rotary positions (theta); 10000 if not given."""
     rotary_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Fraction of each head's features, the first ones, that rotary positions rotate, as in
     GPT-NeoX; all if not given."""
@@ -202,10 +202,10 @@ class GPTConfig(ModelConfig):
     norm_gain: bool = True
     """Learned gains (and biases) in normalisations."""
     parallel_residual: bool = False
-    """Attention and feed-forward part of a block both read the stream before the block, as in
+    """Attention and feed-forward part of a block both read the input of the block, as in
     GPT-NeoX, instead of one after the other."""
     embedding_norm: bool = False
-    """Normalise the stream before the first block too."""
+    """Normalise the residual stream before the first block too."""
     value_embeddings: Annotated[int, Field(ge=0)] = 0
     """How many layers, every other one from the last down, add a gated vector, looked up by token,
     to the values. Costs vocabulary x width parameters each, and almost no time."""
@@ -228,7 +228,7 @@ class GPTConfig(ModelConfig):
     head_std: Annotated[float, Field(gt=0)] | None = None
     """The same for a head that is not tied; init_std if not given."""
     zero_init: bool = False
-    """Projections onto the residual stream start at zero, so that every block begins as nothing."""
+    """Projections onto the residual stream start at zero, so every block begins as the identity."""
     start: str | None = None
     """Start from these weights instead of random ones: a run folder, a Hugging Face folder, or a
     name there such as "gpt2". Its sizes are taken over; sizes given here too must agree with it."""

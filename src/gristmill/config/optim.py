@@ -49,7 +49,7 @@ class KfacConfig(Settings):
     """damping is a multiple of the mean eigenvalue of each layer's curvature; false: damping itself
     is added, as most other implementations do."""
     decay: ScheduledFraction = constant(0.95)
-    """Memory of the factors, for each time that they are updated. The first updates are averaged
+    """Decay rate of the factors' moving averages, per update. The first updates are averaged
     evenly."""
     kl_clip: ScheduledNonNegative = constant(0.001)
     """Scale all preconditioned gradients down together until lr^2 x their product with the plain
@@ -96,10 +96,10 @@ class SoapConfig(Settings):
     type: Literal["soap"] = "soap"
     """Which preconditioner."""
     decay: ScheduledFraction = constant(0.95)
-    """Memory of the factors."""
+    """Decay rate of the factors' moving averages."""
     beta2: Fraction | None = None
-    """Memory of the second moment in the eigenbasis; optim.beta2 with AdamW, 0.9 with Muon if not
-    given."""
+    """Decay rate of the second moment in the eigenbasis; if not given, optim.beta2 with AdamW and
+    0.9 with Muon."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
     basis_every: ScheduledCount | None = None
@@ -163,9 +163,9 @@ class AdamWConfig(OptimizerConfig):
     lr: Annotated[float, Field(gt=0)] = 6e-4
     """Peak learning rate."""
     beta1: Fraction = 0.9
-    """Memory of the first moment."""
+    """Decay rate of the first moment."""
     beta2: Fraction = 0.95
-    """Memory of the second moment."""
+    """Decay rate of the second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -174,7 +174,7 @@ class AdamWConfig(OptimizerConfig):
     """Peak rate of token and position embeddings, also of a tied head; lr if not given. The
     schedule and its min_lr are those of lr; these rates follow in proportion."""
     table_lr: Annotated[float, Field(gt=0)] | None = None
-    """Peak rate of tables looked up further up, such as value embeddings; lr if not given."""
+    """Peak rate of tables of later layers, such as value embeddings; lr if not given."""
     head_lr: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of a head that is not tied; lr if not given."""
     vector_lr: Annotated[float, Field(gt=0)] | None = None
@@ -189,7 +189,7 @@ class AdamWConfig(OptimizerConfig):
 
 
 class AdamConfig(AdamWConfig):
-    """The same with L2 instead of decoupled decay."""
+    """Adam with L2 instead of decoupled weight decay."""
 
     type: Literal["adam"] = "adam"  # type: ignore[assignment]
     """Which optimizer."""
@@ -206,9 +206,9 @@ class SGDConfig(OptimizerConfig):
     lr: Annotated[float, Field(gt=0)] = 0.1
     """Peak learning rate."""
     momentum: Fraction = 0.9
-    """Memory of the gradients' decayed sum."""
+    """Momentum: decay rate of the sum of gradients."""
     nesterov: bool = False
-    """Look ahead: add the gradient once more to the decayed sum."""
+    """Nesterov momentum: add the gradient once more to the decayed sum."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """L2 of matrices and embeddings: weight_decay x weight is added to the gradient. Biases and
     norm gains have none."""
@@ -228,9 +228,9 @@ class _AccumConfig(OptimizerConfig):
     """Steps whose gradients are averaged before the stored moments advance. Weights move at every
     step all the same."""
     beta1: Fraction = 0.9
-    """Memory of the first moment, for each time that it advances."""
+    """Decay rate of the first moment, for each time that it advances."""
     beta2: Fraction = 0.98
-    """Memory of the second moment, for each time that it advances."""
+    """Decay rate of the second moment, for each time that it advances."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
 
@@ -249,7 +249,7 @@ class AccumAdamWConfig(_AccumConfig):
 
 
 class AccumAdamConfig(_AccumConfig):
-    """The same with L2 instead of decoupled decay."""
+    """accum-adamw with L2 instead of decoupled weight decay."""
 
     type: Literal["accum-adam"] = "accum-adam"
     """Which optimizer."""
@@ -268,13 +268,13 @@ class MuonConfig(OptimizerConfig):
     """Peak learning rate of matrices. The schedule and its min_lr are those of this rate; all other
     rates follow in proportion."""
     momentum: Fraction = 0.95
-    """Memory of the gradient's running mean."""
+    """Momentum: decay rate of the running mean of gradients."""
     momentum_start: Fraction | None = None
     """Momentum at the start, from which it rises; 0.85, or momentum if lower, if not given."""
     momentum_warmup: Span = Duration.parse("300 steps")
     """How long momentum rises: a duration, or a fraction of the run; 0 for none."""
     nesterov: bool = True
-    """Look ahead: mix the gradient once more into the mean before it is orthogonalised."""
+    """Nesterov momentum: mix the gradient once more into the mean before it is orthogonalised."""
     steps: Count = 5
     """Steps of the iteration that orthogonalises."""
     coefficients: Literal["polar-express", "quintic"] = "polar-express"
@@ -287,7 +287,7 @@ class MuonConfig(OptimizerConfig):
     """neurons: divide each row (column, if there are more columns) of an update by its root mean
     square over time, which is NorMuon."""
     beta2: Fraction | None = None
-    """Memory of these mean squares; 0.95 if not given."""
+    """Decay rate of these mean squares; 0.95 if not given."""
     split: bool = True
     """Orthogonalise matrices that are stored as one, such as query, key and value, separately."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
@@ -297,15 +297,15 @@ class MuonConfig(OptimizerConfig):
     embedding_lr: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of token and position embeddings, also of a tied head; 0.004 if not given."""
     table_lr: Annotated[float, Field(gt=0)] | None = None
-    """Peak rate of tables looked up further up, such as value embeddings; 0.004 if not given."""
+    """Peak rate of tables of later layers, such as value embeddings; 0.004 if not given."""
     head_lr: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of a head that is not tied; 0.004 if not given."""
     vector_lr: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of biases, gains and gates; 0.004 if not given."""
     adam_beta1: Fraction = 0.8
-    """Memory of Adam's first moment."""
+    """Decay rate of Adam's first moment."""
     adam_beta2: Fraction = 0.95
-    """Memory of Adam's second moment."""
+    """Decay rate of Adam's second moment."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-10
     """Added to the root of Adam's second moment."""
     adam_weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -354,28 +354,28 @@ class _Decaying(_Warmup):
 
 
 class ConstantSchedule(_Warmup):
-    """Flat after the warm-up."""
+    """Constant after the warm-up."""
 
     type: Literal["constant"] = "constant"
     """Which schedule."""
 
 
 class LinearSchedule(_Decaying):
-    """A straight line down."""
+    """Linear decay."""
 
     type: Literal["linear"] = "linear"
     """Which schedule."""
 
 
 class CosineSchedule(_Decaying):
-    """Half a cosine wave down."""
+    """Cosine decay: half a wave."""
 
     type: Literal["cosine"] = "cosine"
     """Which schedule."""
 
 
 class CosineRestartsSchedule(_Decaying):
-    """Several half waves, each beginning at the peak again."""
+    """Cosine decay with warm restarts: several half waves, each of which begins at the peak."""
 
     type: Literal["cosine-restarts"] = "cosine-restarts"
     """Which schedule."""
@@ -384,7 +384,7 @@ class CosineRestartsSchedule(_Decaying):
 
 
 class PolynomialSchedule(_Decaying):
-    """(1 - t) to a power."""
+    """Polynomial decay: (1 - t) to a power."""
 
     type: Literal["polynomial"] = "polynomial"
     """Which schedule."""
@@ -407,7 +407,7 @@ class InverseSqrtSchedule(_Warmup):
 
 
 class WarmupStableDecaySchedule(_Warmup):
-    """Flat, then down at the end: the flat part can be prolonged later."""
+    """Constant, then a decay at the end; the constant part can be extended later."""
 
     type: Literal["warmup-stable-decay"] = "warmup-stable-decay"
     """Which schedule."""

@@ -44,12 +44,12 @@ class GossipConfig(Settings):
     topology: Literal[
         "complete", "ring", "exp", "alternating-exp-ring", "random", "hierarchical"
     ] = "ring"
-    """Who averages with whom. complete: all together. ring: the neighbour on one side, then on the
+    """Which workers average. complete: all together. ring: the neighbour on one side, then on the
     other. exp: the worker 1, 2, 4, … places away. alternating-exp-ring: means inside nodes and of
     pairs of nodes, half of the nodes using the network at a time. random: random pairs.
     hierarchical: means inside nodes alternate with pairs between nodes."""
     workers_per_node: Count | None = None
-    """Workers on each node, for the topologies that know nodes; found from the launcher if not
+    """Workers on each node, for the topologies that depend on nodes; from the launcher if not
     given."""
     mixing: Annotated[float, Field(gt=0, le=1)] = 1.0
     """How far a worker moves towards the average of its group; 1 is all the way."""
@@ -65,7 +65,7 @@ class LocalConfig(Settings):
     since the last one is its outer gradient, which an outer optimizer applies."""
 
     every: Interval
-    """How often workers exchange what they have learned."""
+    """How often workers exchange their outer gradients."""
     outer: Literal["nesterov", "sgd"] = "nesterov"
     """The outer optimizer. sgd with outer_lr = 1 is the plain average."""
     outer_lr: Annotated[float, Field(gt=0)] = 0.7
@@ -88,7 +88,7 @@ class ExchangeConfig(Settings):
     training continues; 0 waits for it at once."""
     average: Literal["restore", "keep"] = "restore"
     """What evaluation on the average of all workers does to them. restore: each gets its own
-    weights back. keep: all go on from the average."""
+    weights back. keep: all continue from the average."""
 
 
 class ParallelConfig(Settings):
@@ -116,10 +116,11 @@ class ParallelConfig(Settings):
     """Between blocks, divide the residual stream along the sequence over the devices of tp, which
     saves memory; true if not given."""
     attention: Literal["ring", "heads"] | None = None
-    """How cp attends; ring if not given. ring: keys and values go round. heads: sequences are
-    exchanged for heads before attention and back after it; needs heads that cp divides."""
+    """How attention works over the devices of cp; ring if not given. ring: keys and values are
+    passed around. heads: sequences are exchanged for heads before attention and back after it
+    (Ulysses); needs heads that cp divides."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
-    """The order of a pipeline's work; 1f1b if not given. gpipe: all forward, then all backward.
+    """The pipeline schedule; 1f1b if not given. gpipe: all forward, then all backward.
     1f1b: alternating, with less memory. interleaved: several groups of layers on each device, which
     wait less. zero-bubble: also computes gradients of weights while a device would wait."""
     stages: Count | None = None
@@ -135,12 +136,12 @@ class ParallelConfig(Settings):
     exchange: ExchangeConfig | None = None
     """What gossip and local updates send."""
     elastic: bool = False
-    """With gossip or local updates: a worker that dies costs that worker, not the run, and may come
-    back."""
+    """With gossip or local updates: the run continues without workers that die, and they may
+    rejoin it."""
     share_gpu: bool = False
     """Several processes use one GPU, to try a layout where GPUs are few, not for speed: those of a
     node are spread over its GPUs, and exchange tensors through host memory, over gloo instead of
-    NCCL. Runs on CPUs, which always share theirs, do not look at it."""
+    NCCL. Without effect on CPUs, which processes always share."""
     start_timeout: Patience = "10m"
     """How long processes wait for one another at the start; at least "5s"."""
     timeout: Patience = "10m"

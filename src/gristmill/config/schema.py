@@ -31,11 +31,11 @@ from gristmill.config.track import AlertConfig, TrackConfig
 
 
 class DataConfig(Settings):
-    """Where the tokens come from and in which order they are read."""
+    """The training data, and the order in which it is read."""
 
     kind: Literal["tokens", "chat"] = "tokens"
-    """tokens: token files, every token of which is learnt. chat: conversations as JSON lines, of
-    which only the answers are learnt; several share a sample and do not see one another."""
+    """tokens: token files; the loss is over all tokens. chat: conversations as JSON lines; the loss
+    is over the answers only. Several are packed into a sample, and attention stays inside each."""
     paths: TokenPaths
     """Token files to train on: the prefix given to `gristmill prepare -o`, a list of such prefixes,
     or a table from prefix to weight, such as { "tokens/web" = 0.9, "tokens/books" = 0.1 }. With
@@ -47,8 +47,8 @@ class DataConfig(Settings):
     """Stages of the run, each with the shares that the sources in `paths` have then; the same
     mixture over the whole run if not given."""
     max_epochs: EpochLimits | None = None
-    """How often a source is read at most: a number for all, or a table such as { code = 4 }. When
-    a source has run dry, its share goes to the others. Without limit if not given."""
+    """Largest number of epochs of a source: a number for all, or a table such as { code = 4 }. When
+    a source is used up, its share goes to the others. No limit if not given."""
     validation: TokenPaths | None = None
     """Token files to validate on, in the same forms; part of `paths` is held out if not given."""
     split: str | None = None
@@ -58,7 +58,7 @@ class DataConfig(Settings):
     """Tokenizer folder or file; if not given, found beside the token files, or with kind = "chat"
     that of the weights that the run starts from."""
     merges: str | None = None
-    """The file of merges of a BPE whose vocabulary is the file `tokenizer`, whatever both are
+    """The file of merges of a BPE whose vocabulary is the file `tokenizer`, whatever the files are
     called; not for other tokenizers."""
     template: str | None = None
     """For kind chat: how a conversation becomes text. "plain", "chatml", or a file in Jinja. If not
@@ -80,12 +80,12 @@ class DataConfig(Settings):
     """For Megatron's orders: the number of samples that decides their epochs; those of the whole
     run if not given. Give the old number to extend a run into another epoch."""
     documents: Literal["joined", "masked"] = "joined"
-    """joined: the documents of a sample see one another. masked: attention stays inside a document
-    and positions begin again with each, where the token files say that documents begin."""
+    """joined: attention reaches across the documents of a sample. masked: attention stays inside a
+    document and positions restart with each, where the token files say that documents begin."""
     reset_attention: bool = False
-    """As Megatron's reset-attention-mask: attention does not reach behind an end-of-text id."""
+    """As Megatron's reset-attention-mask: attention does not reach across an end-of-text id."""
     reset_positions: bool = False
-    """As Megatron's reset-position-ids: positions begin again behind each end-of-text id."""
+    """As Megatron's reset-position-ids: positions restart after each end-of-text id."""
     mask_end_of_text: bool = False
     """As Megatron's eod-mask-loss: predictions from an end-of-text id do not count in the loss."""
     in_memory: bool = False
@@ -156,7 +156,7 @@ class PrecisionConfig(Settings):
 
 
 class RuntimeConfig(Settings):
-    """The machine."""
+    """Device, compilation and kernels."""
 
     device: Literal["auto", "cpu", "cuda", "mps", "xla"] = "auto"
     """Where to train; auto takes CUDA, then MPS, then the CPU. xla: TPUs, or whatever JAX finds,
@@ -212,16 +212,16 @@ class RampConfig(Settings):
 
 
 class GuardConfig(Settings):
-    """What to do about steps whose loss or gradient norm is far above its recent values."""
+    """What to do about spikes: steps whose loss or gradient norm is far above its recent values."""
 
     action: Literal["skip", "rollback"] = "skip"
     """skip: such a step does not change the weights. rollback: after `patience` such steps in a row
-    the run goes back to the newest checkpoint from before them, and passes over their batches."""
+    the run goes back to the newest checkpoint from before them, and skips their batches."""
     threshold: Annotated[float, Field(gt=0)] = 6.0
     """How far above the median of the recent values is too far, in robust standard deviations
     (1.4826 times the median absolute deviation)."""
     window: Annotated[int, Field(ge=16)] = 128
-    """How many recent steps are compared with; at least 16. The first ones are not judged."""
+    """How many recent steps to compare with; at least 16. The first steps are not judged."""
     patience: Count | None = None
     """For rollback: how many such steps in a row; 3 if not given."""
     rollbacks: Count | None = None
@@ -229,10 +229,10 @@ class GuardConfig(Settings):
 
 
 class TrainConfig(Settings):
-    """How long and in which portions."""
+    """Training length, batch size, and options of the training step."""
 
     until: Interval
-    """The horizon: "10k steps", "1M samples" or "20B tokens"."""
+    """Training length: "10k steps", "1M samples" or "20B tokens"."""
     batch: Count | None = None
     """Samples per step, over all micro-batches."""
     micro_batch: Count | None = None
@@ -279,10 +279,10 @@ class TrainConfig(Settings):
 
 
 class ValidationSetConfig(Settings):
-    """Further text to validate on, such as that of one domain, whose loss is told by its name."""
+    """Further text to validate on, such as that of one domain, with a loss of its own."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
-    """What its loss is called: letters, digits, dash and underscore."""
+    """Name of its loss in the records: letters, digits, dash and underscore."""
     data: TokenPaths
     """Token files in the forms of data.paths; all of them is validation text."""
     windows: Count | None = None
@@ -309,12 +309,12 @@ class ValidateConfig(Settings):
 
 
 class SampleConfig(Settings):
-    """Text written by the model as it learns."""
+    """Text that the model generates during training."""
 
     every: Interval
     """How often."""
     prompts: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = ("",)
-    """Beginnings to continue; an empty one starts a new document. With data.kind = "chat", messages
+    """Prompts to continue; an empty one starts a new document. With data.kind = "chat", messages
     to answer."""
     tokens: Count = 64
     """Length of each sample."""
@@ -327,7 +327,7 @@ class SampleConfig(Settings):
 
 
 class EvaluateConfig(Settings):
-    """Scores on downstream tasks as the model learns."""
+    """Scores on downstream tasks during training."""
 
     every: Interval
     """How often, and at the end of the run."""
@@ -339,15 +339,15 @@ class EvaluateConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """What survives a crash."""
+    """When checkpoints are saved, and which of them are kept."""
 
     every: SaveInterval = "15m"
     """How often: a wall-clock span such as "15m", or "500 steps". The end of the run is always
     saved."""
     keep: Annotated[int, Field(ge=2)] = 3
-    """How many of the newest to keep; at least 2, so that a damaged one has a predecessor."""
+    """How many of the newest to keep; at least 2, in case the newest is damaged."""
     keep_every: Interval | None = None
-    """Checkpoints at multiples of this are kept for ever."""
+    """Checkpoints at multiples of this are never deleted."""
     keep_best: bool = True
     """Also keep the one with the best validation loss."""
     background: bool = True
@@ -394,33 +394,33 @@ class RunConfig(Settings):
     folder: str | None = None
     """Folder for everything the run writes; runs/NAME if not given."""
     model: AnyModelConfig
-    """The network."""
+    """The model."""
     data: DataConfig
     """The token files or conversations."""
     train: TrainConfig
-    """Horizon and batch."""
+    """Training length and batch size."""
     optim: AnyOptimizerConfig = AdamWConfig()
     """The optimizer."""
     schedule: ScheduleConfig = CosineSchedule()
-    """The learning rate over the run."""
+    """The schedule of the learning rate."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
     runtime: RuntimeConfig = RuntimeConfig()
-    """The machine."""
+    """Device, compilation and kernels."""
     parallel: ParallelConfig = ParallelConfig()
     """How the run is divided over devices."""
     validation: ValidateConfig = Field(default=ValidateConfig(), alias="validate")
-    """Validation along the way."""
+    """Validation during training."""
     sample: SampleConfig | None = None
-    """Samples along the way; none if not given."""
+    """Text samples during training; none if not given."""
     evaluate: EvaluateConfig | None = None
-    """Downstream tasks along the way; none if not given."""
+    """Downstream tasks during training; none if not given."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
+    """Checkpoints."""
     track: TrackConfig = TrackConfig()
     """Metrics."""
     alert: AlertConfig | None = None
-    """Who is told when the run needs somebody; nobody if not given."""
+    """Alerts when the run needs attention; none if not given."""
     launch: LaunchConfig | None = None
     """The job on a cluster, for `gristmill launch`."""
 

@@ -1,4 +1,4 @@
-"""The settings of a run about its records: where they go, and who is told when it goes wrong.
+"""The settings of a run about its records: where they go, and alerts when something goes wrong.
 
 [track.wandb]                [alert]
 project = "my-project"       url = "env:SLACK_URL"
@@ -141,12 +141,12 @@ class TrackioConfig(Settings):
 
 
 class TrackConfig(Settings):
-    """Where the numbers go, besides metrics.jsonl and train.log."""
+    """Where metrics are logged, besides metrics.jsonl and train.log."""
 
     every: Interval = Duration.parse("1 steps")
     """One record per this much progress."""
     log_format: Literal["gristmill", "megatron", "decentralized"] = "gristmill"
-    """Whose lines standard output has: ours, Megatron-LM's for each record, or those of
+    """Format of the lines on standard output: our own, Megatron-LM's for each record, or that of
     decentralized GPT-2 training for each validation, for scripts that parse them."""
     system: Annotated[
         str | Literal[False], BeforeValidator(lambda value: _time_or_off(value, least=1))
@@ -165,7 +165,7 @@ class TrackConfig(Settings):
 
 
 class AlertConfig(Settings):
-    """Who is told, once per start for each reason, when the run needs somebody."""
+    """Alerts when the run needs attention: at most one for each reason and start of the run."""
 
     command: Annotated[str | tuple[str, ...], BeforeValidator(_command)] | None = None
     """Command to run: a line for the shell, or a list of words that no shell reads. It gets the
@@ -174,22 +174,22 @@ class AlertConfig(Settings):
     """Address to post the facts to as JSON; "env:NAME" takes it from an environment variable. The
     key `text` has the message, as Slack and others expect it."""
     loss_above: float | None = None
-    """Tell when the training loss is above this in three recorded steps in a row, after it has
+    """Alert when the training loss is above this in three recorded steps in a row, after it has
     been below."""
     no_progress: Annotated[
         str | Literal[False], BeforeValidator(lambda value: _time_or_off(value, least=1))
     ] = "10m"
-    """Tell when no step is done for this long; false for never. Before the first step, and during
+    """Alert when no step is done for this long; false for never. Before the first step, and during
     validation, evaluation and saving, an hour longer."""
     disk_below: Annotated[str | Literal[False], BeforeValidator(_size_or_off)] = "10 GB"
-    """Tell when the file system of the run folder has less room than this; false for never."""
+    """Alert when the file system of the run folder has less room than this; false for never."""
     diverged: bool = True
-    """Tell when the run ends because it has diverged."""
+    """Alert when the run ends because it has diverged."""
     rank_lost: bool = True
-    """Tell when the run ends because another process was lost or hung."""
+    """Alert when the run ends because another process was lost or hung."""
     failed: bool = True
-    """Tell when the run ends by any other error."""
+    """Alert when the run ends by any other error."""
     straggler: bool = False
-    """Tell when one process is much slower than the others."""
+    """Alert when one process is much slower than the others."""
     done: bool = True
-    """Tell when the run is complete."""
+    """Alert when the run is complete."""
