@@ -149,8 +149,8 @@ class CheckpointFolder:
         """Write the manifest of a folder and give the folder its name. Files with a `known`
         fingerprint were flushed by the ranks that wrote them; the others are flushed here."""
         final = self.root / staging.name.removeprefix(".writing-").partition(".")[0]
-        by_name = {one.name: one for one in known}
-        faults = (_problem(staging, one, read=False) for one in by_name.values())
+        by_name = {fingerprint.name: fingerprint for fingerprint in known}
+        faults = (_problem(staging, fingerprint, read=False) for fingerprint in by_name.values())
         problems = [problem for problem in faults if problem is not None]
         if problems:
             remedy = "set `folder` to a place on a file system that all processes share"
@@ -289,12 +289,12 @@ def _remove(path: Path) -> None:
 def _write_manifest(folder: Path, known: dict[str, Fingerprint]) -> list[Path]:
     """Write the manifest; returns it and the files that were not known before."""
     unknown = [file for file in folder.iterdir() if file.name not in known]
-    files = [
+    fingerprints = [
         *known.values(),
-        *(Fingerprint(one.name, sha256_file(one), one.stat().st_size) for one in unknown),
+        *(Fingerprint(file.name, sha256_file(file), file.stat().st_size) for file in unknown),
     ]
-    files.sort(key=lambda one: one.name)
-    body = "".join(f"{one.sha256} {one.size} {one.name}\n" for one in files)
+    fingerprints.sort(key=lambda entry: entry.name)
+    body = "".join(f"{entry.sha256} {entry.size} {entry.name}\n" for entry in fingerprints)
     manifest = folder / MANIFEST
     manifest.write_text(f"{body}{sha256_text(body)}\n")
     return [*unknown, manifest]

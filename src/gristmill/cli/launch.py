@@ -296,12 +296,12 @@ def status(run: RunArgument, as_json: AsJson = False) -> None:
     if as_json:
         job = {"on": record.launcher, "id": record.id, "submitted": record.submitted}
         answer = {"phase": state.phase, "state": state.text, "exit": state.exit}
-        told: dict[str, Any] = {"job": {**job, **answer}}
+        report: dict[str, Any] = {"job": {**job, **answer}}
         if record.tasks:
-            told["runs"] = {str(place): words for place, words in own.items()}
+            report["runs"] = {str(place): words for place, words in own.items()}
         else:
-            told["run"] = own[path]
-        typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
+            report["run"] = own[path]
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         typer.echo(f"job {record.id} ({record.launcher}): {describe(state)}")
         for place, words in own.items():

@@ -50,15 +50,15 @@ def with_hours(config: RunConfig, hours: str) -> tuple[RunConfig, str]:
     best: _NodePlan | None = None
     why: list[str] = []
     for nodes in _node_counts():
-        found = _on_nodes(config, nodes)
-        if isinstance(found, Problem):
-            why.append(f"{nodes} {_nodes(nodes)}: {found.what}")
+        plan = _on_nodes(config, nodes)
+        if isinstance(plan, Problem):
+            why.append(f"{nodes} {_nodes(nodes)}: {plan.what}")
             continue
-        if best is not None and found.seconds > 1.5 * best.seconds:
+        if best is not None and plan.seconds > 1.5 * best.seconds:
             break  # more nodes only make it slower
-        best = found if best is None or found.seconds < best.seconds else best
-        if _asked(found, launch) <= limit:
-            return _filled(config, found, limit=limit)
+        best = plan if best is None or plan.seconds < best.seconds else best
+        if _asked(plan, launch) <= limit:
+            return _filled(config, plan, limit=limit)
     if best is None:
         what = "no number of nodes can train this run: " + "; ".join(why[:3])
         raise UserError(what, where="--hours", remedy="see gristmill plan", exit=Exit.REFUSED)

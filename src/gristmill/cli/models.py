@@ -108,11 +108,11 @@ def converse(
     `options` are those of `ChatGenerator.ask`."""
     if prompt is None and _is_terminal():
         typer.echo("Type a message; an empty line or Ctrl-D ends.")
-        told = False
+        warned = False
         while line := ask():
             _answer(chat, line, as_json=as_json, options=options)
-            if chat.forgotten and not told:
-                told = True
+            if chat.forgotten and not warned:
+                warned = True
                 note = "note: the conversation is longer than the model's context; the oldest "
                 typer.echo(note + "messages are forgotten", err=True)
         return

@@ -274,8 +274,8 @@ def _against(plans: LayoutPlans) -> Iterator[str]:
         yield from _more(len(plans.too_large))
     if plans.refused:
         yield "\ncannot be:"
-        for one in plans.refused[:_REASONS]:
-            yield f"  {one.what}: {one.why}"
+        for refusal in plans.refused[:_REASONS]:
+            yield f"  {refusal.what}: {refusal.why}"
         yield from _more(len(plans.refused))
 
 
@@ -370,7 +370,7 @@ def _as_json(asked: PlanRequest, plans: LayoutPlans, *, top: int) -> dict[str, A
         "too_large": [
             {"layout": layout.mesh.sizes, "why": layout.why_not} for layout in plans.too_large
         ],
-        "refused": [{"what": one.what, "why": one.why} for one in plans.refused],
+        "refused": [{"what": refusal.what, "why": refusal.why} for refusal in plans.refused],
     }
 
 
@@ -384,7 +384,7 @@ def _layout_json(asked: PlanRequest, number: int, layout: LayoutPlan) -> dict[st
         "micro_batch": layout.micro_batch,
         "recompute": layout.recompute,
         "memory": {**layout.memory.parts, "total": layout.memory.total},
-        "timeline": [list(one) for one in layout.memory.timeline],
+        "timeline": [list(moment) for moment in layout.memory.timeline],
         "seconds": layout.step.seconds,
         "parts": layout.step.parts,
         "tokens_per_second": layout.step.tokens_per_second,
@@ -394,7 +394,7 @@ def _layout_json(asked: PlanRequest, number: int, layout: LayoutPlan) -> dict[st
         "device_hours": cost.device_hours,
         "dollars": cost.money,
         "kwh": cost.kwh,
-        "settings": {name: one for name, one in layout.settings.items() if one is not None},
+        "settings": {name: value for name, value in layout.settings.items() if value is not None},
     }
 
 

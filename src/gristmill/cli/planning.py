@@ -56,8 +56,8 @@ def plan_request(
     if gpu is None and config.launch is not None and config.launch.gpu is not None:
         gpu, where = config.launch.gpu, "launch.gpu"
         gpus, per_node = gpus or config.launch.processes, per_node or config.launch.each
-    hardware, found = this_machine() if gpu is None else (open_hardware(gpu, where=where), 1)
-    gpus = gpus or found
+    hardware, devices = this_machine() if gpu is None else (open_hardware(gpu, where=where), 1)
+    gpus = gpus or devices
     notes = []
     calibration = read_calibrations().get(hardware.name)
     if calibration is not None:

@@ -407,8 +407,8 @@ def _prepare(request: PrepareRequest, quiet: bool, expected: int | None = None) 
             )
 
         try:
-            found = functools.partial(show_dedup, line)
-            return prepare_tokens(request, progress=show, deduplicating=found, note=line.say)
+            dedup = functools.partial(show_dedup, line)
+            return prepare_tokens(request, progress=show, deduplicating=dedup, note=line.say)
         except KeyboardInterrupt:
             line.say("interrupted: run the same command again to resume from what was saved")
             raise

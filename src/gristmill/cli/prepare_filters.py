@@ -93,8 +93,8 @@ def open_plan(
                 )
         return FilterPlan(parse_filters(filters or ()))
     settings = ContaminationSettings(words or WORDS, share or 0.0)
-    found = _task_texts(tasks)
-    return FilterPlan(parse_filters(filters or ()), ContaminationIndex.of(found, settings))
+    texts = _task_texts(tasks)
+    return FilterPlan(parse_filters(filters or ()), ContaminationIndex.of(texts, settings))
 
 
 def _task_texts(given: Sequence[str]) -> list[TaskTexts]:
@@ -104,14 +104,14 @@ def _task_texts(given: Sequence[str]) -> list[TaskTexts]:
         remedy = "for example hellaswag, or a file"
         raise UserError("no task is named", where=_WHERE, remedy=remedy)
     listed = [name for given in names for name in (_BUILT_IN if given == EVALUATIONS else (given,))]
-    found = [task for name in dict.fromkeys(listed) for task in _texts_of(name)]
+    tasks = [task for name in dict.fromkeys(listed) for task in _texts_of(name)]
     seen: set[str] = set()
-    for task in found:
+    for task in tasks:
         if task.name in seen:
             what = f"there are two tasks {task.name!r}"
             raise UserError(what, where=_WHERE, remedy="name each task once, and each file apart")
         seen.add(task.name)
-    return found
+    return tasks
 
 
 def _texts_of(name: str) -> list[TaskTexts]:
@@ -149,10 +149,10 @@ def print_dropped(ledger: Ledger, file: str) -> None:
     mistakes = [place for place in ledger.places if place.reason in UNREADABLE]
     for place in mistakes[:_MAX_PLACES]:
         typer.echo(f"    {place.origin}: {place.reason.value}")
-    found = [place for place in ledger.places if place.reason.found]
-    for place in found[:_MAX_PLACES]:
+    contaminated = [place for place in ledger.places if place.reason.found]
+    for place in contaminated[:_MAX_PLACES]:
         task = place.reason.value.removeprefix(f"{CONTAMINATION}: ")
         typer.echo(f"    {place.origin}: {task}, {place.reason.found}")
-    shown = min(len(mistakes), _MAX_PLACES) + min(len(found), _MAX_PLACES)
+    shown = min(len(mistakes), _MAX_PLACES) + min(len(contaminated), _MAX_PLACES)
     if ledger.dropped.total() > shown:
         typer.echo(f"    more places, with samples of the text: {file}")

@@ -161,11 +161,11 @@ def find_text(
     """
     samples = _samples(where)
     sets = _sets(where) if samples is None else _sets_of(samples)
-    found, total = _search(sets, phrase, limit=limit)
-    steps = {} if samples is None else _steps(samples, found)
+    occurrences, total = _search(sets, phrase, limit=limit)
+    steps = {} if samples is None else _steps(samples, occurrences)
     origins = _Origins()
     rows = list[dict[str, Any]]()
-    for place, (number, occurrence) in enumerate(found):
+    for place, (number, occurrence) in enumerate(occurrences):
         chosen = sets[number]
         origin = origins.of(chosen.path, occurrence.document)
         rows.append(
@@ -221,7 +221,7 @@ def _search(
     sets: list[_Set], phrase: str, *, limit: int
 ) -> tuple[list[tuple[int, Occurrence]], int]:
     """The first places with the number of their set, and how many there are."""
-    found, total = list[tuple[int, Occurrence]](), 0
+    occurrences, total = list[tuple[int, Occurrence]](), 0
     with ProgressLine("searching") as line:
         for number, chosen in enumerate(sets):
 
@@ -230,16 +230,18 @@ def _search(
 
             for occurrence in find_phrase(chosen.reader, chosen.tokenizer, phrase, progress=show):
                 total += 1
-                if len(found) < limit:
-                    found.append((number, occurrence))
-    return found, total
+                if len(occurrences) < limit:
+                    occurrences.append((number, occurrence))
+    return occurrences, total
 
 
-def _steps(samples: RunSamples, found: list[tuple[int, Occurrence]]) -> dict[int, list[int]]:
+def _steps(samples: RunSamples, occurrences: list[tuple[int, Occurrence]]) -> dict[int, list[int]]:
     """The steps that trained on each place."""
     from gristmill.data.provenance import TokenPlace
 
-    places = [TokenPlace(number, one.begin, one.end) for number, one in found]
+    places = [
+        TokenPlace(number, occurrence.begin, occurrence.end) for number, occurrence in occurrences
+    ]
     steps = defaultdict[int, list[int]](list)
     if places:
         with ProgressLine("walking through samples") as line:

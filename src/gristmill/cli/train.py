@@ -210,11 +210,11 @@ def _validate(config: RunConfig, step: str | None) -> None:
     """Print the validation of a run, beside what it recorded."""
     from gristmill.train.run import Run
 
-    found = Run(config).validate(checkpoint=step)
-    if not found.leads:
+    validation = Run(config).validate(checkpoint=step)
+    if not validation.leads:
         return
-    typer.echo(line(replace(found.record, best=False)))
-    if found.recorded is not None:
-        then, now = found.recorded.loss, found.record.loss
+    typer.echo(line(replace(validation.record, best=False)))
+    if validation.recorded is not None:
+        then, now = validation.recorded.loss, validation.record.loss
         same = "the same to the bit" if then == now else f"now {now:.9g}"
         typer.echo(f"recorded by the run: loss {then:.9g}, {same}")

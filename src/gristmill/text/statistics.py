@@ -171,9 +171,9 @@ def _shares(values: Iterator[str]) -> list[list[Any]]:
 def _phrases(sample: Sequence[_Text], words: int) -> list[list[Any]]:
     """The commonest phrases of so many words: how often they stand, and in how many documents."""
     counts, documents = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-    for one in sample:
-        found = _WORD.findall(one.text.lower())
-        phrases = Counter(zip(*(found[place:] for place in range(words)), strict=False))
+    for document in sample:
+        document_words = _WORD.findall(document.text.lower())
+        phrases = Counter(zip(*(document_words[place:] for place in range(words)), strict=False))
         counts.update(phrases)
         documents.update(phrases.keys())
     return [
@@ -212,11 +212,11 @@ def _dropped(prefix: Path) -> dict[str, Any] | None:
             "reasons": [[str(why), int(count)] for why, count in value["dropped"].items()],
             "examples": [
                 {
-                    "origin": str(one["origin"]),
-                    "reason": str(one["reason"]),
-                    "text": str(one.get("text", "")),
+                    "origin": str(example["origin"]),
+                    "reason": str(example["reason"]),
+                    "text": str(example.get("text", "")),
                 }
-                for one in value["first_dropped"]
+                for example in value["first_dropped"]
             ],
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -132,9 +132,9 @@ def _put(file: Path, url: str, facts: FileFacts, progress: OnSent = lambda done:
     """Write one object, unless it is there, and read it back."""
     store = writable_store_of(url)
     for attempt in range(_ATTEMPTS):
-        found = look_for(url)
-        if found and found.size == facts.bytes:
-            digest = _digest(found, lambda count: progress(facts.bytes + count))
+        stored = look_for(url)
+        if stored and stored.size == facts.bytes:
+            digest = _digest(stored, lambda count: progress(facts.bytes + count))
             if digest == facts.sha256:
                 return
         if attempt < _ATTEMPTS - 1:
@@ -164,8 +164,8 @@ def download_set(
     progress: OnCopied = lambda done, total: None,
 ) -> None:
     """Bring a set to this machine, and of what may lie beside it what is there."""
-    found = look_for(f"{url}{_MANIFEST}")
-    if found is None:
+    stored_manifest = look_for(f"{url}{_MANIFEST}")
+    if stored_manifest is None:
         raise DataError(
             "there is no token set at this address: it has no manifest",
             where=shown(f"{url}{_MANIFEST}"),
@@ -175,7 +175,7 @@ def download_set(
     make_folder(folder)
     arriving = folder / _NAME
     with OutputLock(prefix, purpose="copying"), storage_errors(prefix):
-        with open_remote(found) as opened:
+        with open_remote(stored_manifest) as opened:
             file_of(arriving, _MANIFEST).write_bytes(opened.read())
         manifest = read_manifest(arriving)
         spec, info = manifest.tokenizer, manifest.info
@@ -203,14 +203,14 @@ def _bring(url: str, file: Path, facts: FileFacts, progress: Callable[[int], Non
             sync_file(file)
             progress(facts.bytes)
             return
-        found = look_for(url)
-        if found is None or found.size != facts.bytes:
-            size = "is missing" if found is None else f"has {found.size} bytes"
+        stored = look_for(url)
+        if stored is None or stored.size != facts.bytes:
+            size = "is missing" if stored is None else f"has {stored.size} bytes"
             what = f"this file of the set {size}, and the manifest says {facts.bytes} bytes"
             raise DataError(what, where=shown(url), remedy="put the set there again")
         if have >= facts.bytes:
             have = 0  # it is another file, or damaged
-        with open_remote(found) as source, file.open("ab") as target:
+        with open_remote(stored) as source, file.open("ab") as target:
             target.truncate(have)
             source.seek(have)
             while piece := source.read(_PIECE):

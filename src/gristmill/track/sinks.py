@@ -120,9 +120,9 @@ class Guarded:
             late, lost, self._late, self._lost = self._late, self._lost, 0, 0
             text = f"{self._name} can be written again: {late - lost} records were written late"
             text += f", and {lost} older ones are lost" if lost else ""
-            told = self._event("warning", text)
-            self._report(told)
-            self._sink.write(told)
+            event = self._event("warning", text)
+            self._report(event)
+            self._sink.write(event)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:

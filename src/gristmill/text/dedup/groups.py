@@ -103,7 +103,7 @@ class Grouping:
     def _star(self, file: Path, *, large: bool) -> Iterator[Rows]:
         """The edges after one step, each (larger, smaller), sorted."""
         # Half of the memory for what is sorted into neighborhoods, half for what comes of them.
-        neighbors, found = self._sorter(_EDGE, share=2), self._sorter(_EDGE, share=2)
+        neighbors, output = self._sorter(_EDGE, share=2), self._sorter(_EDGE, share=2)
         for edges in self._rows(file):
             neighbors.add(edges)
             if large:
@@ -120,14 +120,14 @@ class Grouping:
             least = np.minimum(firsts[group], nodes)
             if large:
                 above = others > nodes
-                found.add(np.stack([others[above], least[above]], axis=1))
+                output.add(np.stack([others[above], least[above]], axis=1))
             else:
                 # The neighbors are all below the node.
                 other = others != least
-                found.add(np.stack([others[other], least[other]], axis=1))
-                found.add(np.stack([nodes[new], least[new]], axis=1))
+                output.add(np.stack([others[other], least[other]], axis=1))
+                output.add(np.stack([nodes[new], least[new]], axis=1))
             last, smallest = nodes[-1], firsts[group[-1]]
-        return _distinct(found.sorted())
+        return _distinct(output.sorted())
 
     def drops(self, groups: Path, equal: Path | None) -> Iterator[Rows]:
         """Each dropped record with the code of why, sorted; `equal` are edges between equal ones,

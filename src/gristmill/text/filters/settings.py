@@ -279,16 +279,16 @@ NamedFilter: TypeAlias = tuple[str, FilterSettings]
 
 def parse_filters(given: Sequence[str]) -> tuple[NamedFilter, ...]:
     """The filters that the words of a command line name, in their order."""
-    found: list[NamedFilter] = []
+    filters: list[NamedFilter] = []
     for word in (word.strip() for entry in given for word in entry.split(",")):
         if not word:
             raise UserError("the name of a filter is empty", where=WHERE, remedy=_there_are())
-        found += _of_file(Path(word)) if word.endswith(_SUFFIX) else _of_word(word)
-    names = [name for name, _ in found]
+        filters += _of_file(Path(word)) if word.endswith(_SUFFIX) else _of_word(word)
+    names = [name for name, _ in filters]
     if twice := next((name for name in names if names.count(name) > 1), None):
         what = f"the filter {twice} is given twice"
         raise UserError(what, where=WHERE, remedy="give each once, in the order you want")
-    return tuple(found)
+    return tuple(filters)
 
 
 def _of_word(word: str) -> Iterator[NamedFilter]:
@@ -315,7 +315,7 @@ def _of_file(path: Path) -> list[NamedFilter]:
     if not tables:
         what = "the file names no filter"
         raise UserError(what, where=path, remedy=f"write a table for each. {_there_are()}")
-    found, problems = list[NamedFilter](), list[Problem]()
+    filters, problems = list[NamedFilter](), list[Problem]()
     for name, table in tables.items():
         if name not in SETTINGS:
             both = " and ".join(f"[{single}]" for single in GROUPS.get(name, ()))
@@ -329,12 +329,12 @@ def _of_file(path: Path) -> list[NamedFilter]:
             problems.append(Problem("must be a table", f"{path}: {name}", f"write [{name}]"))
         else:
             try:
-                found.append((name, _validated(SETTINGS[name], table, str(path), name)))
+                filters.append((name, _validated(SETTINGS[name], table, str(path), name)))
             except UserError as error:
                 problems += error.problems
     if problems:
         raise UserError(problems)
-    return found
+    return filters
 
 
 def _validated(

@@ -63,13 +63,13 @@ class WordTable(dict[str, tuple[int, ...]]):
         """The words of a text in which known words were put together."""
         numbers, language = list[int](), self.language
         for before, piece, after in zip((None, *pieces), pieces, (*pieces[1:], None), strict=False):
-            found = self[piece]
-            if found == (_JOINED,):
+            piece_numbers = self[piece]
+            if piece_numbers == (_JOINED,):
                 if language.may_touch(before, after):
                     words = (word for word in language.words_of(text) if not word.isspace())
                     return np.fromiter(map(self.number_of, words), np.int64)
-                found = self._joined[piece]
-            numbers += found
+                piece_numbers = self._joined[piece]
+            numbers += piece_numbers
         return np.asarray(numbers, np.int64)
 
     def __missing__(self, piece: str) -> tuple[int, ...]:

@@ -43,8 +43,10 @@ def group_and_drop(
     note: Callable[[str], None],
 ) -> None:
     """Group all parts, which are signed, and let the plans know what is dropped."""
-    found = [signed_part(*facts, tokenizer) for facts in zip(requests, plans, strict=True)]
-    missing = [str(request.part) for request, part in zip(requests, found, strict=True) if not part]
+    signed = [signed_part(*facts, tokenizer) for facts in zip(requests, plans, strict=True)]
+    missing = [
+        str(request.part) for request, part in zip(requests, signed, strict=True) if not part
+    ]
     if missing:
         names = ", ".join(missing[:_MOST_NAMED]) + (", …" if len(missing) > _MOST_NAMED else "")
         raise UserError(
@@ -54,7 +56,7 @@ def group_and_drop(
             remedy="run these parts first, with the same command and --part",
             exit=Exit.REFUSED,
         )
-    parts = [part for part in found if part]
+    parts = [part for part in signed if part]
     dedup = requests[0].dedup
     assert dedup is not None
     with ExitStack() as stack:
