@@ -70,7 +70,7 @@ class HFConfig(ModelConfig):
 
     hf: str | None = None
     """The model whose architecture is trained: a folder, or a Hugging Face name such as
-    "EleutherAI/gpt-neo-125m" or, for one version of it, NAME@REVISION. Of it only config.json is
+    "EleutherAI/gpt-neo-125m" or, for one version of it, NAME@REVISION. Only its config.json is
     read, unless init = "pretrained"."""
     hf_config: dict[str, Any]
     """What to change in its config.json, such as { n_layer = 4 }; or all of it, beginning with

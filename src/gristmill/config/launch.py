@@ -85,7 +85,7 @@ class LaunchConfig(Settings):
     """Whether a run that was stopped because its time is over is queued again, until it is done;
     also whether a scheduler may start it again after a node has failed."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often all processes are restarted within the job after a crash that may pass."""
+    """How often all processes are restarted within the job after a crash that may be temporary."""
     account: Word | None = None
     """The account or project that is charged."""
     queue: Word | None = None
@@ -118,7 +118,7 @@ class LaunchConfig(Settings):
     """Environment modules to load, such as ["cray-python", "cudatoolkit-standalone/11.7.1"]."""
     setup: Texts = ()
     """Lines of shell to run before the training, on the first node and in this order, such as
-    ["source venv/bin/activate"]. No other setting is run as a program."""
+    ["source venv/bin/activate"]. No other setting of this table is run."""
     environment: dict[Name, Text] = Field(default={})
     """Environment variables of all processes."""
     python: Text | None = None

@@ -70,8 +70,8 @@ class DataConfig(Settings):
         "shuffled"
     )
     """shuffled: each epoch cuts the text into windows at a new offset and visits them in random
-    order. random: every window starts at a random place. sequential: windows in order, again and
-    again. megatron: exactly Megatron-LM's order: shuffled documents, cut into shuffled samples.
+    order. random: every window starts at a random place. sequential: windows in order, repeated.
+    megatron: exactly Megatron-LM's order: shuffled documents, cut into shuffled samples.
     megatron-deepspeed: the same by the rules of BigScience's Megatron-DeepSpeed, which splits and
     treats the last epoch a little differently."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
@@ -128,7 +128,7 @@ class PrecisionConfig(Settings):
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format of matrix products and activations; weights and optimizer state stay in fp32. auto:
-    bf16 on GPUs and TPUs that compute with it, else fp32. A run keeps what it began with."""
+    bf16 on GPUs and TPUs with native support, else fp32. A resumed run keeps its format."""
     reduce: Literal["fp32", "bf16", "fp16"] | None = None
     """Format in which data-parallel processes send and sum gradients; fp32 if not given. They are
     still accumulated over micro-batches in fp32. Only with several processes."""
@@ -166,13 +166,14 @@ class RuntimeConfig(Settings):
     compile: Literal[True, False, "blocks"] | None = None
     """Compile the model, and the step of Muon, with torch.compile. true makes one graph of the
     whole model; "blocks" compiles one block for all, which takes a time that does not grow with
-    depth, but fuses nothing across blocks. If not given, nothing is compiled but on CUDA, where
-    short runs compile blocks. Runs of several processes always do so. On XLA devices, where a step
-    is always compiled, "blocks" makes a loop of the blocks that are alike."""
+    depth, but fuses nothing across blocks. If not given, only runs on CUDA are compiled, short ones
+    by blocks. With several processes it is always by blocks. On XLA devices, where a step is always
+    compiled, "blocks" makes a loop of the blocks that are alike."""
     cuda_graphs: bool | None = None
     """Record which kernels a pass launches and launch them all at once from then on. The GPU no
     longer waits for the host, which matters to small models; activations keep their memory between
-    steps. Needs one compiled micro-batch per step in one process. If not given, small models do."""
+    steps. Needs one compiled micro-batch per step in one process. On for small models if not
+    given."""
     kernels: bool = True
     """Use the kernels in Triton that come with this program, on CUDA; plain operations if not."""
     xla_attention: Literal["auto", "plain", "blocked", "cudnn", "splash"] = "auto"
@@ -237,8 +238,8 @@ class TrainConfig(Settings):
     """Samples per step, over all micro-batches."""
     micro_batch: Count | None = None
     """Samples that go through the model at once. If neither this nor accumulate is given: the whole
-    batch of a process, or the largest part of it that its device has memory for. A run keeps what
-    it began with."""
+    batch of a process, or the largest part of it that its device has memory for. A resumed run
+    keeps its size."""
     accumulate: Count | None = None
     """Micro-batches per full step. Give two of batch, micro_batch and accumulate, or batch or
     micro_batch alone; the rest follows."""
@@ -356,9 +357,9 @@ class CheckpointConfig(Settings):
     timeout: Patience = "1h"
     """How long processes wait for one another in a save before the run ends; at least "5s"."""
     load: str | None = None
-    """Begin from the newest checkpoint in the folder of another run: its weights, optimizer state
-    and progress, which stays as it is. Once this run has a checkpoint of its own, it resumes from
-    that. If the folder holds none, the run begins at step 0."""
+    """Begin from the newest checkpoint in the folder of another run, which is not changed: from its
+    weights, optimizer state and progress. Once this run has a checkpoint of its own, it resumes
+    from that. If the folder holds none, the run begins at step 0."""
 
 
 def any_model(kinds: Mapping[str, type[ModelConfig]]) -> Any:

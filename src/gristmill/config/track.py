@@ -122,9 +122,9 @@ class WandbConfig(Settings):
     """Weights & Biases."""
 
     project: str
-    """Project name there."""
+    """Name of the project."""
     entity: str | None = None
-    """User or team that the project belongs to; as W&B's own settings say if not given."""
+    """User or team that the project belongs to; W&B's default if not given."""
     mode: Literal["online", "offline"] = "online"
     """offline writes files to be sent later with `wandb sync`. WANDB_MODE takes precedence, as all
     environment variables of W&B do."""
@@ -134,7 +134,7 @@ class TrackioConfig(Settings):
     """trackio, which keeps its projects on this machine or in a Space on Hugging Face."""
 
     project: Annotated[str, Field(pattern=r"\S")]
-    """Project name there."""
+    """Name of the project."""
     space: str | None = None
     """Space on Hugging Face to log to, such as "me/curves"; without it, or TRACKIO_SPACE_ID or
     TRACKIO_SERVER_URL, everything stays on this machine."""
@@ -144,7 +144,7 @@ class TrackConfig(Settings):
     """Where metrics are logged, besides metrics.jsonl and train.log."""
 
     every: Interval = Duration.parse("1 steps")
-    """One record per this much progress."""
+    """Interval between the records of steps."""
     log_format: Literal["gristmill", "megatron", "decentralized"] = "gristmill"
     """Format of the lines on standard output: our own, Megatron-LM's for each record, or that of
     decentralized GPT-2 training for each validation, for scripts that parse them."""
