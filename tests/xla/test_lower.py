@@ -104,6 +104,17 @@ def test_memory_that_is_changed_in_place_is_followed() -> None:
     assert lowered(change, x)(x.numpy()).tolist() == change(x).tolist()
 
 
+@pytest.mark.parametrize("offset", [-2, 0, 1])
+def test_a_diagonal_that_is_changed_in_place_is_followed(offset: int) -> None:
+    def change(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y.diagonal(offset, dim1=2, dim2=1).add_(torch.arange(2.0)[:, None])
+        return y
+
+    x = torch.rand(2, 3, 5)
+    assert lowered(change, x)(x.numpy()).tolist() == change(x).tolist()
+
+
 def test_an_unknown_operation_is_named() -> None:
     with pytest.raises(UserError, match=r"aten\.erfinv\.default, which has no translation to XLA"):
         lowered(torch.erfinv, torch.zeros(2))

@@ -144,6 +144,15 @@ def _slice_scatter(
     return x.at[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)].set(part)
 
 
+def _diagonal_scatter(x: Any, part: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    matrices = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
+    row, column = jnp.indices(matrices.shape[-2:])
+    first = jnp.maximum(0, -offset)
+    values = jnp.take(part, row - first, axis=-1, mode="clip")
+    replaced = jnp.where(column - row == offset, values, matrices)
+    return jnp.moveaxis(replaced, (-2, -1), (dim1, dim2))
+
+
 def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
     """A sum or mean, accumulated in fp32."""
 
@@ -306,6 +315,10 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     aten.select.int: _plain(lambda x, dim, index: jnp.take(x, index, axis=dim)),
     aten.select_scatter.default: _plain(_select_scatter),
     aten.slice_scatter.default: _plain(_slice_scatter),
+    aten.diagonal.default: _plain(
+        lambda x, offset=0, dim1=0, dim2=1: jnp.diagonal(x, offset, dim1, dim2)
+    ),
+    aten.diagonal_scatter.default: _plain(_diagonal_scatter),
     aten.split.Tensor: _plain(_split),
     aten.split_with_sizes.default: _plain(_slices),
     aten.unbind.int: _plain(lambda x, dim=0: list(jnp.moveaxis(x, dim, 0))),
