@@ -108,7 +108,8 @@ def test_memory_that_is_changed_in_place_is_followed() -> None:
 def test_a_diagonal_that_is_changed_in_place_is_followed(offset: int) -> None:
     def change(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
-        y.diagonal(offset, dim1=2, dim2=1).add_(torch.arange(2.0)[:, None])
+        diagonal = y.diagonal(offset, dim1=2, dim2=1)
+        diagonal.mul_(diagonal).add_(3)
         return y
 
     x = torch.rand(2, 3, 5)
