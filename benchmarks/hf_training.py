@@ -4,6 +4,7 @@
     python benchmarks/hf_training.py                      a small GPT-2 on the CPU, in fp32
     python benchmarks/hf_training.py --device cuda        GPT-2 124M in bf16
     python benchmarks/hf_training.py --device cuda --model llama
+    python benchmarks/hf_training.py --device cuda --model llama-1b --batch 32 --micro-batch 8
 
 Both start from the same weights and read the same windows of the same random tokens in the same
 order, with AdamW, clipping and no dropout; so the losses of the last steps must agree. Each
@@ -63,6 +64,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
+    },
+    "llama-1b": {
+        "model_type": "llama",
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
     },
 }
 RUN = """
