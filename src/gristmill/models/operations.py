@@ -19,16 +19,15 @@ _LIBRARY = torch.library.Library("gristmill", "FRAGMENT")
 
 
 def operation(
-    *, mutates_args: Sequence[str] = (), schema: str | None = None
+    *, mutates_args: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
-    """Makes an operation of a function, under its name without underscores in front. Its schema
-    follows from its annotations if not given. Its results must be new tensors; they are not
-    differentiable."""
+    """Makes an operation of a function, under its name without underscores in front; its schema
+    follows from its annotations. Its results must be new tensors, and are not differentiable."""
 
     def register(function: Callable[..., Any]) -> torch._ops.OpOverload:
         name = function.__name__.lstrip("_")
-        arguments = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
-        _LIBRARY.define(f"{name}{arguments}", tags=(torch.Tag.pt2_compliant_tag,))
+        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
+        _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         overload: torch._ops.OpOverload = getattr(torch.ops.gristmill, name).default
         return overload
