@@ -177,7 +177,8 @@ def train_ours(options: argparse.Namespace) -> dict[str, Any]:
 
     keep_freed_memory()
     from gristmill.config.load import load_text
-    from gristmill.track.metrics import StepRecord, read_metrics
+    from gristmill.track.metrics import read_metrics
+    from gristmill.track.records import StepRecord
     from gristmill.train.run import Run
 
     text = RUN.format(

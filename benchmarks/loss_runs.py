@@ -58,7 +58,8 @@ from gristmill.distributed.world import open_world
 from gristmill.plan.arithmetic import count_multiplied, count_parameters
 from gristmill.tokens.format import TokenReader
 from gristmill.track.folder import run_folder
-from gristmill.track.metrics import StepRecord, ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import StepRecord, ValidationRecord
 from gristmill.train.environment import code_commit, version
 from gristmill.train.run import Run
 

@@ -59,7 +59,8 @@ from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.python_docs import python_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
-from gristmill.track.metrics import StepRecord, ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import StepRecord, ValidationRecord
 from gristmill.train.environment import code_commit
 
 RUN = """\

@@ -4,7 +4,7 @@
     reference/cli.md        the commands as `--help` declares them, and the exit statuses
     llms.txt                all pages with what each is about
     run-file.schema.json    the JSON Schema of run files
-    the metrics tables      the record classes of `track/metrics.py`, for the tracking guide
+    the metrics tables      the record classes of `track/records.py`, for the tracking guide
 
 `hooks.py` hands them to MkDocs; nothing is written into the working copy. To read one without
 building the site: python docs/generate.py settings, or cli, or metrics.
@@ -36,7 +36,7 @@ from gristmill.config import schema
 from gristmill.config.documentation import attribute_docstrings, docstrings
 from gristmill.config.file_schema import run_file_schema
 from gristmill.config.settings import Scheduled
-from gristmill.track import metrics
+from gristmill.track import records
 
 _UNIONS = (Union, UnionType)
 
@@ -288,9 +288,9 @@ def _exit_statuses() -> list[str]:
 
 def metrics_tables() -> str:
     """One table per kind of record."""
-    shared = [field.name for field in dataclasses.fields(metrics.ProgressStamp)]
-    lines = ["#### All records", "", *_fields(metrics.ProgressStamp, leave_out=())]
-    for record in get_args(metrics.Record):
+    shared = [field.name for field in dataclasses.fields(records.ProgressStamp)]
+    lines = ["#### All records", "", *_fields(records.ProgressStamp, leave_out=())]
+    for record in get_args(records.Record):
         lines += ["", f'#### `"kind": "{record.kind}"`', "", _plain(record.__doc__), ""]
         lines += _fields(record, leave_out=shared)
     return "\n".join(lines) + "\n"
@@ -309,7 +309,7 @@ def _fields(record: Any, *, leave_out: Any) -> list[str]:
 def _json_type(annotation: str) -> str:
     """A field's annotation in the words of JSON."""
     names = {"int": "whole number", "float": "number", "str": "text", "None": "null"}
-    names["Parts"] = "table of tables"
+    names["Breakdown"] = "table of tables"
     if annotation.startswith("Literal["):
         return " or ".join(f'"{value}"' for value in ast.literal_eval(annotation[7:]))
     return " or ".join(names.get(part, part) for part in annotation.split(" | "))

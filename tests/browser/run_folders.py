@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import (
+from gristmill.track.metrics import to_json
+from gristmill.track.records import (
     EvaluationRecord,
     EventRecord,
     Record,
@@ -23,7 +24,6 @@ from gristmill.track.metrics import (
     StragglerRecord,
     SystemRecord,
     ValidationRecord,
-    to_json,
 )
 
 SETTINGS = """\

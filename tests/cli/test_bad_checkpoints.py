@@ -15,7 +15,8 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.checkpoint.model import open_stored
 from gristmill.cli.main import app
 from gristmill.config.schema import RunConfig
-from gristmill.track.metrics import EventRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord
 from gristmill.train.run import Run
 
 if TYPE_CHECKING:

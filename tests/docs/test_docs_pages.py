@@ -16,7 +16,7 @@ import pytest
 
 from gristmill.base.errors import Exit
 from gristmill.config.invalid import setting_paths
-from gristmill.track.metrics import Record
+from gristmill.track.records import Record
 
 yaml = pytest.importorskip("yaml")
 

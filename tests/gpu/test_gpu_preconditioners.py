@@ -16,7 +16,8 @@ from gristmill.config.schema import RunConfig
 from gristmill.data.loader import make_batch
 from gristmill.distributed.world import open_world
 from gristmill.models.build import build_model
-from gristmill.track.metrics import StepRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import StepRecord
 from gristmill.train.build import build_strategy
 from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest

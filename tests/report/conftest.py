@@ -16,14 +16,8 @@ import pytest
 
 from gristmill.report.page import write_report
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import (
-    EventRecord,
-    Record,
-    SampleRecord,
-    StepRecord,
-    ValidationRecord,
-    to_json,
-)
+from gristmill.track.metrics import to_json
+from gristmill.track.records import EventRecord, Record, SampleRecord, StepRecord, ValidationRecord
 
 SETTINGS = """\
 name = "{name}"

@@ -20,14 +20,8 @@ from gristmill.report import plots
 from gristmill.report.page import write_report
 from gristmill.report.plots import LIMIT, MOST_EVENTS, MOST_SAMPLES
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import (
-    EventRecord,
-    Record,
-    SampleRecord,
-    StepRecord,
-    ValidationRecord,
-    to_json,
-)
+from gristmill.track.metrics import to_json
+from gristmill.track.records import EventRecord, Record, SampleRecord, StepRecord, ValidationRecord
 
 MakeRun = Callable[..., Path]
 

@@ -12,7 +12,8 @@ import pytest
 
 from gristmill.report.page import score_curves, write_report
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import StragglerRecord, to_json
+from gristmill.track.metrics import to_json
+from gristmill.track.records import StragglerRecord
 
 MakeRun = Callable[..., Path]
 

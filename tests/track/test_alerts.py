@@ -25,7 +25,7 @@ from gristmill.track.alerts import (
     Webhook,
     build_targets,
 )
-from gristmill.track.metrics import StepRecord, StragglerRecord
+from gristmill.track.records import StepRecord, StragglerRecord
 from gristmill.train.tracker import Tracker
 
 FACTS = {"rule": "done", "text": "mini on n7: done", "message": "done\nreally", "step": 12,

@@ -15,7 +15,7 @@ from gristmill.track.console import (
     MegatronSink,
     console_sink,
 )
-from gristmill.track.metrics import (
+from gristmill.track.records import (
     EventRecord,
     SampleRecord,
     StepRecord,

@@ -11,13 +11,8 @@ from pathlib import Path
 import pytest
 
 from gristmill.track.console import DecentralizedSink, MegatronSink, megatron_line
-from gristmill.track.metrics import (
-    EventRecord,
-    StepRecord,
-    ValidationRecord,
-    last_step_record,
-    to_json,
-)
+from gristmill.track.metrics import last_step_record, to_json
+from gristmill.track.records import EventRecord, StepRecord, ValidationRecord
 from gristmill.track.sinks import Horizon
 
 STEP = StepRecord(

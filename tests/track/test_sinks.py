@@ -17,7 +17,8 @@ import pytest
 
 from gristmill.base.errors import UserError
 from gristmill.base.units import Progress
-from gristmill.track.metrics import (
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import (
     EvaluationRecord,
     EventRecord,
     Record,
@@ -26,7 +27,6 @@ from gristmill.track.metrics import (
     StragglerRecord,
     SystemRecord,
     ValidationRecord,
-    read_metrics,
 )
 from gristmill.track.services import TensorBoardSink, TrackioSink, WandbSink, wandb_mode
 from gristmill.track.sinks import (

@@ -16,7 +16,8 @@ import pytest
 
 from gristmill.base.units import Progress
 from gristmill.track import system
-from gristmill.track.metrics import SystemRecord, from_json, to_json
+from gristmill.track.metrics import from_json, to_json
+from gristmill.track.records import SystemRecord
 from gristmill.track.system import Gpus, SystemSample, SystemSampler
 
 LONG = 60.0

@@ -28,7 +28,8 @@ from gristmill.text.chat.encoding import ChatEncoder
 from gristmill.text.chat.template import ChatTemplate, choose_template, find_template
 from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord, StepRecord, ValidationRecord
 from gristmill.train.assemble import assemble, build_loader
 from gristmill.train.run import Run
 

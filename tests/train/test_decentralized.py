@@ -26,7 +26,8 @@ from gristmill.generate.sampling import Sampling
 from gristmill.generate.text import TextGenerator
 from gristmill.strategies.decentralized.outer import Exchange
 from gristmill.strategies.decentralized.workers import StopAgreement
-from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord, StepRecord, ValidationRecord
 from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest
 from gristmill.train.training import Outcome

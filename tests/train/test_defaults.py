@@ -16,7 +16,7 @@ from gristmill.data.loader import Batch
 from gristmill.distributed.device import Device
 from gristmill.plan.explain import MeasuredMemory, Situation
 from gristmill.strategies.spmd import SequentialMicroBatches
-from gristmill.track.metrics import StepRecord
+from gristmill.track.records import StepRecord
 
 MakeRun = Callable[..., RunConfig]
 OPEN = ("train.batch=8", "train.micro_batch=unset", "train.accumulate=unset")

@@ -28,7 +28,8 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
 from gristmill.track.folder import run_folder
-from gristmill.track.metrics import StepRecord, ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import StepRecord, ValidationRecord
 from gristmill.train.elastic import ElasticRun
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from gristmill.checkpoint.state_file import read_state
 from gristmill.cli.main import app
 from gristmill.config.schema import GuardConfig, RunConfig
 from gristmill.strategies.strategy import StepLimits
-from gristmill.track.metrics import EventRecord, StepRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord, StepRecord
 from gristmill.train.health import CALM, FEWEST, RobustSpread, RunHealth, StepOutcome
 from gristmill.train.replay import replay_step
 from gristmill.train.run import Run

@@ -27,7 +27,8 @@ from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.config.schema import RunConfig
 from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.strategy import StepResult
-from gristmill.track.metrics import EventRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord
 from gristmill.train.run import Run
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from gristmill.base.units import Duration, Progress
 from gristmill.checkpoint.state_file import Counters
 from gristmill.plan.arithmetic import TokenCost
 from gristmill.strategies.strategy import StepResult
-from gristmill.track.metrics import StepRecord
+from gristmill.track.records import StepRecord
 from gristmill.train.health import RunHealth
 from gristmill.train.meter import Meter, StepEvent
 

@@ -25,7 +25,8 @@ from gristmill.text.prepare.request import PrepareRequest
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord, StepRecord, ValidationRecord
 from gristmill.track.requests import RunRequest
 from gristmill.train.assemble import assemble, build_loader
 from gristmill.train.order import order_problem

@@ -26,7 +26,8 @@ from gristmill.strategies.spmd import Spmd
 from gristmill.strategies.strategy import StepResult
 from gristmill.track.account import PARTS, WallAccount, read_run_time
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import EventRecord, StragglerRecord, SystemRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord, StragglerRecord, SystemRecord
 from gristmill.track.requests import RunRequest
 from gristmill.track.system import SystemSample
 from gristmill.train import observer

@@ -12,7 +12,8 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
-from gristmill.track.metrics import EventRecord, StepRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord, StepRecord
 from gristmill.train.run import Run
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import pytest
 from gristmill.base.errors import Exit
 from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.config.schema import RunConfig
-from gristmill.track.metrics import EventRecord, StepRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord, StepRecord
 from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker, build_tracker

@@ -23,7 +23,8 @@ from gristmill.strategies.spmd import Spmd
 from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.training import train_tokenizer
-from gristmill.track.metrics import EventRecord, StepRecord, ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord, StepRecord, ValidationRecord
 from gristmill.train.run import Run
 from gristmill.train.stop import StopRequest
 from gristmill.train.validation import Validate

@@ -17,7 +17,7 @@ from gristmill import Model, Run
 from gristmill.base.errors import Exit, UserError
 from gristmill.base.locks import FolderLock
 from gristmill.plan.calibration import Calibration, write_calibration
-from gristmill.track.metrics import StepRecord
+from gristmill.track.records import StepRecord
 
 
 @pytest.fixture

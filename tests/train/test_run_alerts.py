@@ -15,7 +15,8 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
-from gristmill.track.metrics import EventRecord, SystemRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord, SystemRecord
 from gristmill.train.run import Run
 from gristmill.train.validation import Validate
 

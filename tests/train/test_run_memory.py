@@ -17,7 +17,7 @@ from gristmill.data.loader import Batch
 from gristmill.distributed.device import Device
 from gristmill.plan.explain import MeasuredMemory, Situation
 from gristmill.strategies.spmd import SequentialMicroBatches
-from gristmill.track.metrics import StepRecord
+from gristmill.track.records import StepRecord
 
 VOCAB = 257
 """Bytes, and the end of a text."""

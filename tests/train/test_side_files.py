@@ -14,7 +14,8 @@ from gristmill.checkpoint import writer
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.checkpoint.model import open_stored
 from gristmill.config.schema import RunConfig
-from gristmill.track.metrics import EventRecord, ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord, ValidationRecord
 from gristmill.train.hooks import Checkpoint
 from gristmill.train.meter import StepEvent
 from gristmill.train.run import Run

@@ -11,13 +11,8 @@ import pytest
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
-from gristmill.track.metrics import (
-    EvaluationRecord,
-    EventRecord,
-    StepRecord,
-    ValidationRecord,
-    read_metrics,
-)
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EvaluationRecord, EventRecord, StepRecord, ValidationRecord
 from gristmill.train.hooks import Sample
 from gristmill.train.run import Run
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
-from gristmill.track.metrics import EventRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import EventRecord
 from gristmill.train.run import Run
 
 if TYPE_CHECKING:

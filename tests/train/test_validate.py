@@ -9,7 +9,8 @@ import pytest
 
 from gristmill.base.errors import UserError
 from gristmill.config.schema import RunConfig
-from gristmill.track.metrics import ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import ValidationRecord
 from gristmill.track.sinks import line, scalars
 from gristmill.train.run import Run
 from gristmill.train.validate import validate_run

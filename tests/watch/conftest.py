@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import StepRecord, to_json
+from gristmill.track.metrics import to_json
+from gristmill.track.records import StepRecord
 from gristmill.watch.server import WatchOptions, WatchParts, run
 from gristmill.web.server import bind
 

@@ -10,13 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gristmill.track.metrics import (
-    EvaluationRecord,
-    SystemRecord,
-    ValidationRecord,
-    cut_metrics,
-    to_json,
-)
+from gristmill.track.metrics import cut_metrics, to_json
+from gristmill.track.records import EvaluationRecord, SystemRecord, ValidationRecord
 from gristmill.watch.curves import CurveQuery, Held, answer
 from gristmill.watch.folders import FoundRun
 from gristmill.watch.run import WatchedRun

@@ -13,13 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gristmill.track.metrics import (
-    EventRecord,
-    SampleRecord,
-    StragglerRecord,
-    cut_metrics,
-    to_json,
-)
+from gristmill.track.metrics import cut_metrics, to_json
+from gristmill.track.records import EventRecord, SampleRecord, StragglerRecord
 from gristmill.watch import live
 
 STAMP = {"samples": 8, "tokens": 64, "time": 1001.0}

@@ -45,7 +45,8 @@ from gristmill.text.tokenizers.tokenizer import END_OF_TEXT, open_tokenizer
 from gristmill.tokens.format import NewSet
 from gristmill.tokens.store import create_tokens, open_tokens
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import StepRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import StepRecord
 from gristmill.track.sinks import JsonlSink
 from gristmill.train.assemble import BuiltRun, assemble, build_health, build_loader, build_meter
 from gristmill.train.build import device_mesh, open_run_world

@@ -35,7 +35,7 @@ from gristmill.checkpoint.state import Snapshot
 from gristmill.checkpoint.state_file import IN_PIECES, STATE
 from gristmill.config.schema import CheckpointConfig
 from gristmill.distributed.control import ControlGroup, RefusedError
-from gristmill.track.metrics import SAVED_CHECKPOINT
+from gristmill.track.records import SAVED_CHECKPOINT
 
 _HOST = torch.device("cpu")
 _SMALL, _PATIENCE = 2**26, 10.0

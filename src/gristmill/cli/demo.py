@@ -20,7 +20,8 @@ from gristmill.text.sources.python_docs import python_documents
 from gristmill.text.tokenizers.training import train_tokenizer
 from gristmill.tokens.store import open_tokens
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import SampleRecord, ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import SampleRecord, ValidationRecord
 
 VOCABULARY = 2048
 STEPS = 300

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from gristmill.report.reading import SOURCE, STEPS, VALIDATION, GroupRows, LineReader
 from gristmill.report.thinning import Curves
-from gristmill.track.metrics import EventRecord, Record, SampleRecord, StragglerRecord
+from gristmill.track.records import EventRecord, Record, SampleRecord, StragglerRecord
 
 LIMIT = 1000
 FINER = 8

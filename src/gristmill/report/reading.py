@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gristmill.report.thinning import Doubles
-from gristmill.track.metrics import (
-    PARTS,
+from gristmill.track.metrics import from_json
+from gristmill.track.records import (
+    BREAKDOWNS,
     EvaluationRecord,
     EventRecord,
     Record,
@@ -35,7 +36,6 @@ from gristmill.track.metrics import (
     StragglerRecord,
     SystemRecord,
     ValidationRecord,
-    from_json,
 )
 
 _STAMP = ("step", "tokens", "time")
@@ -272,7 +272,9 @@ class LineReader:
             known.pop("kind", None)
             keys, value = tuple(value), {**value, **known}
             names = () if record.kind in _TEXTS else tuple(_numbers(record, value))
-            parts = tuple(name for name in PARTS if name in value and name in _FIELDS[record.kind])
+            parts = tuple(
+                name for name in BREAKDOWNS if name in value and name in _FIELDS[record.kind]
+            )
             layout = _Layout(record.kind, names, itemgetter(*_STAMP, *names), parts)
         if len(self._layouts) < _MOST_LAYOUTS:
             self._layouts[keys] = layout

@@ -40,7 +40,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from gristmill.base.errors import UserError, on_one_line
 from gristmill.base.units import Progress, format_bytes, format_seconds, parse_seconds, timestamp
 from gristmill.config.track import AlertConfig, check_address, parse_bytes, url_variable
-from gristmill.track.metrics import Record, StepRecord, StragglerRecord
+from gristmill.track.records import Record, StepRecord, StragglerRecord
 from gristmill.track.sinks import straggler_event
 
 Level = Literal["info", "warning", "error"]

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from gristmill.base.errors import printable
 from gristmill.base.units import format_seconds
-from gristmill.track.metrics import (
+from gristmill.track.records import (
     SAVED_CHECKPOINT,
     EventRecord,
     Record,

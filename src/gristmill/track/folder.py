@@ -45,7 +45,7 @@ from gristmill.base.files import (
 from gristmill.base.locks import FolderLock
 from gristmill.base.units import timestamp
 from gristmill.config.schema import RunConfig
-from gristmill.track.metrics import SAVED_CHECKPOINT
+from gristmill.track.records import SAVED_CHECKPOINT
 
 State = Literal["running", "done", "stopped", "failed"]
 _STEP = re.compile(r"step-(\d{8,})")

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from gristmill.base.errors import UserError, optional, printable
 from gristmill.base.files import storage_errors, write_atomic
-from gristmill.track.metrics import EventRecord, Record, SampleRecord, StragglerRecord
+from gristmill.track.records import EventRecord, Record, SampleRecord, StragglerRecord
 from gristmill.track.sinks import scalars, straggler_event
 
 

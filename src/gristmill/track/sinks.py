@@ -33,10 +33,11 @@ from typing import Literal, Protocol
 from gristmill.base.errors import on_one_line, printable
 from gristmill.base.files import storage_errors
 from gristmill.base.units import format_bytes, format_count, format_seconds
-from gristmill.track.metrics import (
+from gristmill.track.metrics import to_json
+from gristmill.track.records import (
+    Breakdown,
     EvaluationRecord,
     EventRecord,
-    Parts,
     ProgressStamp,
     Record,
     SampleRecord,
@@ -44,7 +45,6 @@ from gristmill.track.metrics import (
     StragglerRecord,
     SystemRecord,
     ValidationRecord,
-    to_json,
 )
 
 WAIT_SHOWN_FROM = 0.01
@@ -356,10 +356,10 @@ _SYSTEM_SCALARS = (
 )
 
 
-def _scalars_of_parts(group: str, parts: Parts | None) -> dict[str, float | None]:
+def _breakdown_scalars(group: str, breakdown: Breakdown | None) -> dict[str, float | None]:
     return {
         f"{group}/{name}/{field}": value
-        for name, numbers in (parts or {}).items()
+        for name, numbers in (breakdown or {}).items()
         for field, value in numbers.items()
     }
 
@@ -372,12 +372,12 @@ def scalars(record: Record) -> dict[str, float]:
             for group, names in _STEP_SCALARS.items()
             for name in names
         }
-        named |= _scalars_of_parts("source", record.sources)
+        named |= _breakdown_scalars("source", record.sources)
         return {name: value for name, value in named.items() if value is not None}
     if isinstance(record, ValidationRecord):
         names = ("loss", "perplexity", "bits_per_byte", "train_loss", "consensus_distance")
         named = {f"validation/{name}": getattr(record, name) for name in names}
-        named |= _scalars_of_parts("validation", record.sets)
+        named |= _breakdown_scalars("validation", record.sets)
         return {name: value for name, value in named.items() if value is not None}
     if isinstance(record, EvaluationRecord):
         return {f"evaluation/{record.name}/{record.metric}": record.value}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gristmill.base.units import Progress
-from gristmill.track.metrics import SystemRecord
+from gristmill.track.records import SystemRecord
 
 _FIRST = 1.0
 """Seconds until the first sample, since rates need two readings."""

@@ -15,14 +15,8 @@ from gristmill.base.files import storage_errors
 from gristmill.checkpoint.layout import CheckpointFolder
 from gristmill.strategies.decentralized.membership import ViewChangedError
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import (
-    Record,
-    StepRecord,
-    cut_metrics,
-    last_recorded_step,
-    to_json,
-    validation_loss,
-)
+from gristmill.track.metrics import cut_metrics, last_recorded_step, to_json, validation_loss
+from gristmill.track.records import Record, StepRecord
 from gristmill.track.sinks import Sink
 from gristmill.train.assemble import BuiltRun
 from gristmill.train.hooks import Checkpoint, Hook

@@ -23,7 +23,8 @@ from gristmill.data.stream import SampleStream
 from gristmill.hub.downloads import settings_folder
 from gristmill.text.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import StepRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import StepRecord
 from gristmill.train.order import order_spec
 
 

@@ -24,7 +24,7 @@ from gristmill.distributed.world import World
 from gristmill.plan.arithmetic import TokenCost
 from gristmill.strategies.strategy import REQUEST, StepResult
 from gristmill.track.account import WallAccount
-from gristmill.track.metrics import StepRecord
+from gristmill.track.records import StepRecord
 from gristmill.train.health import RunHealth, StepOutcome
 from gristmill.train.sources import RunSources
 from gristmill.train.tracker import Tracker

@@ -36,7 +36,7 @@ from gristmill.distributed.liveness.stragglers import (
     StragglerDetector,
 )
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import StragglerRecord
+from gristmill.track.records import StragglerRecord
 from gristmill.track.requests import RequestBox, read_requests
 from gristmill.track.system import SystemSample, SystemSampler
 from gristmill.train.tracker import Tracker

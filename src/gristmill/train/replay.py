@@ -31,7 +31,8 @@ from gristmill.data.loader import Batch
 from gristmill.optim.schedule import build_schedule
 from gristmill.strategies.replicas import held_checksums
 from gristmill.track.folder import run_folder
-from gristmill.track.metrics import Record, StepRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import Record, StepRecord
 from gristmill.train.assemble import BuiltRun, assemble, build_health, build_loader, build_meter
 from gristmill.train.build import open_run_world
 from gristmill.train.claim import known_steps

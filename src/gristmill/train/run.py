@@ -31,7 +31,8 @@ from gristmill.hub.downloads import settings_folder
 from gristmill.model import Model
 from gristmill.plan.explain import TooLittleMemory
 from gristmill.track.folder import run_folder
-from gristmill.track.metrics import Record, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import Record
 from gristmill.train.assemble import assemble, build_content_check
 from gristmill.train.build import close_run_world, device_mesh, open_run_world
 from gristmill.train.claim import FolderClaim

@@ -20,7 +20,8 @@ from gristmill.models.spec import CausalLM
 from gristmill.strategies.strategy import Strategy
 from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import EvaluationRecord, records_at
+from gristmill.track.metrics import records_at
+from gristmill.track.records import EvaluationRecord
 from gristmill.train.meter import StepEvent
 from gristmill.train.tracker import Tracker
 

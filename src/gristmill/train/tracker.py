@@ -17,13 +17,13 @@ from gristmill.config.load import dump_run
 from gristmill.config.schema import RunConfig
 from gristmill.track.console import DecentralizedSink, MegatronSink, console_sink
 from gristmill.track.folder import RunFolder
-from gristmill.track.metrics import (
+from gristmill.track.metrics import last_step_record
+from gristmill.track.records import (
     EvaluationRecord,
     EventRecord,
     Record,
     SampleRecord,
     ValidationRecord,
-    last_step_record,
 )
 from gristmill.track.services import TensorBoardSink, TrackioSink, WandbSink, wandb_mode
 from gristmill.track.sinks import (

@@ -19,7 +19,8 @@ from gristmill.config.schema import RunConfig
 from gristmill.distributed.liveness.monitor import Monitor
 from gristmill.distributed.liveness.verdict import Limits
 from gristmill.track.folder import RunFolder, run_folder
-from gristmill.track.metrics import Record, ValidationRecord, read_metrics
+from gristmill.track.metrics import read_metrics
+from gristmill.track.records import Record, ValidationRecord
 from gristmill.train.assemble import BuiltRun, assemble, build_validate
 from gristmill.train.build import close_run_world, device_mesh, open_run_world
 from gristmill.train.claim import choose_step
