@@ -16,12 +16,13 @@ from gristmill.config.hf import from_hf
 from gristmill.config.model import GPTConfig
 from gristmill.models import layers
 from gristmill.models.build import build_model
+from gristmill.models.cache import KVCache
 from gristmill.models.families import foreign_state, foreign_tensors, open_foreign
 from gristmill.models.gpt import GPT
 from gristmill.models.layers import Attention, BlockContext, Rotary
 from gristmill.models.loss_terms import LossTerms
 from gristmill.models.recompute import Recompute
-from gristmill.models.spec import Kernels, KVCache, Loss
+from gristmill.models.spec import Kernels, Loss
 from gristmill.models.weights import WeightsInMemory
 
 CPU = torch.device("cpu")

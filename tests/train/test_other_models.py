@@ -26,17 +26,10 @@ from gristmill.generate.engine import Engine
 from gristmill.generate.sampling import Sampling
 from gristmill.models import build
 from gristmill.models.build import build_meta_model, build_model, materialise
+from gristmill.models.cache import Cache
 from gristmill.models.loss import linear_cross_entropy
 from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
-from gristmill.models.spec import (
-    PLAIN_EXECUTION,
-    WHOLE,
-    Cache,
-    CausalLM,
-    Execution,
-    Loss,
-    ModelShard,
-)
+from gristmill.models.spec import PLAIN_EXECUTION, WHOLE, CausalLM, Execution, Loss, ModelShard
 from gristmill.plan.arithmetic import TokenCost
 from gristmill.train.run import Run
 

@@ -25,7 +25,8 @@ from typing import NamedTuple
 import torch
 
 from gristmill.base.errors import DataError, UserError
-from gristmill.models.spec import Cache, CausalLM
+from gristmill.models.cache import Cache
+from gristmill.models.spec import CausalLM
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ import torch
 
 from gristmill.base.limits import free_memory
 from gristmill.config.model import Role
-from gristmill.models.spec import Cache, CausalLM
+from gristmill.models.cache import Cache
+from gristmill.models.spec import CausalLM
 
 CHUNK = {"cpu": 128, "gpu": 512}
 """Positions of a prompt that are computed at once."""

@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from gristmill.base.tensor_slices import TensorSlice, split_slices
 from gristmill.config.model import GPTConfig, Role
 from gristmill.config.resolve import padded
+from gristmill.models.cache import Cache, KVCache, SlotMemory
 from gristmill.models.counter_rng import fill_normal
 from gristmill.models.layers import (
     DOCUMENT_BLOCK,
@@ -43,13 +44,10 @@ from gristmill.models.recompute import Recompute
 from gristmill.models.spec import (
     PLAIN_EXECUTION,
     WHOLE,
-    Cache,
     CausalLM,
     Execution,
-    KVCache,
     Loss,
     ModelShard,
-    SlotMemory,
     Split,
     document_mask,
 )

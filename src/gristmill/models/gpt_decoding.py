@@ -27,6 +27,7 @@ import torch
 from torch.nn import functional
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
+from gristmill.models.cache import SlotMemory
 from gristmill.models.decoding import (
     AttentionShape,
     Decoder,
@@ -35,7 +36,7 @@ from gristmill.models.decoding import (
     prepared_weights,
 )
 from gristmill.models.loss import capped
-from gristmill.models.spec import CausalLM, SlotMemory
+from gristmill.models.spec import CausalLM
 
 
 class Stream(NamedTuple):

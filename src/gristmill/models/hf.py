@@ -27,6 +27,7 @@ from gristmill.base.errors import DataError, Problem, UserError
 from gristmill.base.tensor_slices import TensorSlice
 from gristmill.config.hf import HFConfig, model_type
 from gristmill.config.model import Role
+from gristmill.models.cache import Cache
 from gristmill.models.counter_rng import counter_rng
 from gristmill.models.families import open_foreign
 from gristmill.models.hf_classes import (
@@ -38,15 +39,7 @@ from gristmill.models.hf_classes import (
 )
 from gristmill.models.loss import linear_cross_entropy, sums_of
 from gristmill.models.loss_terms import PLAIN_LOSS, LossTerms
-from gristmill.models.spec import (
-    PLAIN_EXECUTION,
-    WHOLE,
-    Cache,
-    CausalLM,
-    Execution,
-    Loss,
-    ModelShard,
-)
+from gristmill.models.spec import PLAIN_EXECUTION, WHOLE, CausalLM, Execution, Loss, ModelShard
 from gristmill.models.weights import TensorParts, Weights, WeightsInMemory
 from gristmill.plan.arithmetic import TokenCost
 

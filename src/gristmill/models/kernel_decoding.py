@@ -17,11 +17,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from gristmill.models.cache import SlotMemory
 from gristmill.models.decoding import AttentionShape, Norm, PromptPart
 from gristmill.models.gpt_decoding import GPTDecoder, Stream
 from gristmill.models.kernels import decoding as kernels
 from gristmill.models.kernels.decoding_attention import attend
-from gristmill.models.spec import CausalLM, SlotMemory
+from gristmill.models.spec import CausalLM
 
 SPAN = 1024
 """Positions that one program attends to, at least; with a context of 32 times as many, more."""

@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gristmill.config.model import GATE_FEATURES, GPTConfig
+from gristmill.models.cache import KVCache
 from gristmill.models.fp8 import FUSED, fp8_linear, fp8_mlp, record_amax
 from gristmill.models.products import (
     cast_linear,
@@ -32,7 +33,7 @@ from gristmill.models.products import (
     worth_fusing_mlp,
     worth_fusing_qkv,
 )
-from gristmill.models.spec import Kernels, KVCache, ShardComm
+from gristmill.models.spec import Kernels, ShardComm
 
 _ARM = platform.machine() in ("aarch64", "arm64")
 

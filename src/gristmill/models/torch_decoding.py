@@ -18,10 +18,11 @@ import torch
 from torch.nn import functional
 
 from gristmill.config.model import Role
+from gristmill.models.cache import SlotMemory
 from gristmill.models.decoding import AttentionShape, HeadNorm, Norm, PromptPart
 from gristmill.models.gpt_decoding import GPTDecoder, Stream
 from gristmill.models.layers import RotaryAngles, activated
-from gristmill.models.spec import CausalLM, SlotMemory
+from gristmill.models.spec import CausalLM
 
 STEP = 16
 """Rows of prompts are filled up to a multiple of this."""
