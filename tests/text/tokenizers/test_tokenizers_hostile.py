@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gristmill.base.errors import DataError
-from gristmill.text.tokenizers import library
+from gristmill.text.tokenizers import tokenizer_json
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
 
@@ -110,7 +110,7 @@ def test_a_pattern_that_does_not_end_is_an_error(tmp_path: Path, definition: str
 def test_a_file_of_any_size_is_refused(
     tmp_path: Path, definition: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "LARGEST", len(definition) - 1)
+    monkeypatch.setattr(tokenizer_json, "LARGEST", len(definition) - 1)
     (tmp_path / "tokenizer.json").write_text(definition)
     with pytest.raises(DataError, match=r"larger than any tokenizer\.json"):
         open_tokenizer(tmp_path)

@@ -24,25 +24,16 @@ too high. Their vocabularies hold control tokens as ordinary pieces, so a page w
 would end the document. Splitting every such word after its first character keeps text from becoming
 a control token. The split is added when a tokenizer is opened, and never saved.
 
-A tokenizer.json that would take all memory, or end the process, is refused. The library parses such
-a file in Rust. A length that it believes can end the whole process, which nothing here could catch;
-so what can do that is looked at before the library sees the file:
-
-    normalizer, decoder   rules that replace text by longer text, each after the other
-    charsmap              how long its table is said to be
-    ids                   a few tokens with ids of billions would be tables of billions of rows
-
-Its errors and panics become ours. Patterns cannot loop for ever: its engine gives up.
+Files are checked before the library parses them (`tokenizer_json.py`), and their ids after that: a
+few tokens with ids of billions would become tables of billions of rows.
 """
 
 from __future__ import annotations
 
 import abc
-import base64
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,12 +41,15 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from gristmill.base.errors import DataError, UserError
 from gristmill.base.files import sha256_text, storage_errors, write_atomic, write_json
+from gristmill.text.tokenizers.tokenizer_json import library_errors
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 BYTES_FILE = "gristmill_tokenizer.json"
+MOST_IDS = 2**24
+"""The largest vocabularies have a quarter of a million."""
+LONGEST_PREFIX = 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -409,90 +403,3 @@ def _keep_apart(inner: tokenizers.Tokenizer, words: Any) -> None:
     cut = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
     before = [inner.pre_tokenizer] if inner.pre_tokenizer is not None else []
     inner.pre_tokenizer = pre_tokenizers.Sequence([*before, cut])
-
-
-# ------------------------------------------------------------------ files made to harm
-
-
-LARGEST = 2**30
-"""Bytes of a tokenizer.json; those of large vocabularies have 20 million."""
-MOST_IDS = 2**24
-"""The largest vocabularies have a quarter of a million."""
-LONGEST_PREFIX = 16
-MOST_GROWTH = 1000
-"""How many times longer all rules together may make a text."""
-_PREFACE = "Cannot instantiate Tokenizer from buffer: "
-_WORDS = (b"Replace", b"Prepend", b"Precompiled", b"\\u")
-"""What a file must hold to be looked at: the rules in question, or letters that hide them."""
-
-
-def read_definition(path: Path) -> bytes:
-    """The bytes of a tokenizer.json that the library may see."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=path) from error
-    if len(content) > LARGEST:
-        raise DataError("larger than any tokenizer.json", where=path)
-    if any(word in content for word in _WORDS):
-        try:
-            value = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"this is not a tokenizer.json: {error}", where=path) from error
-        for part in ("normalizer", "decoder") if isinstance(value, dict) else ():
-            _check_rules(value.get(part), where=path)
-    return content
-
-
-@contextmanager
-def library_errors(where: Path | str, what: str, *, remedy: str | None = None) -> Iterator[None]:
-    """Errors of the library, which have no class of their own, as ours."""
-    try:
-        yield
-    except UserError:
-        raise
-    except BaseException as error:
-        # A panic in Rust is no `Exception`.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        if isinstance(error, MemoryError):
-            raise
-        said = " ".join(str(error).removeprefix(_PREFACE).split())[:300]
-        raise DataError(f"{what}: {said}", where=where, remedy=remedy) from error
-
-
-def _check_rules(rule: Any, *, where: Path) -> None:
-    growth = 1.0
-    for step in _flat(rule):
-        kind, content = step.get("type"), step.get("content") or step.get("prepend") or ""
-        if kind in ("Replace", "Prepend") and isinstance(content, str):
-            growth *= max(1, len(content))
-        if kind == "Precompiled":
-            _check_charsmap(step.get("precompiled_charsmap"), where=where)
-    if growth > MOST_GROWTH:
-        what = f"its rules can make a text {growth:.0e} times as long, which no tokenizer does"
-        raise DataError(what, where=where)
-
-
-def _flat(rule: Any) -> Iterator[dict[str, Any]]:
-    """A rule, and those that it is a sequence of."""
-    waiting = [rule]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            yield part
-            waiting += [inner for inner in part.values() if isinstance(inner, dict | list)]
-        elif isinstance(part, list):
-            waiting += part
-
-
-def _check_charsmap(text: Any, *, where: Path) -> None:
-    """It begins with the size of a table of 4-byte numbers, which is in it."""
-    try:
-        content = base64.b64decode(text or "", validate=True) if isinstance(text, str) else b""
-    except ValueError as error:
-        raise DataError(f"its charsmap is damaged: {error}", where=where) from error
-    size = int.from_bytes(content[:4], "little")
-    if content and (len(content) < 4 or size % 4 or size > len(content) - 4):
-        raise DataError("its charsmap is damaged: a table is longer than all of it", where=where)

@@ -33,13 +33,8 @@ from gristmill.base.errors import DataError, optional
 from gristmill.base.files import read_json, sha256_text, storage_errors, write_json
 from gristmill.hub.client import first_line, quiet_library
 from gristmill.text.tokenizers import library, vocabularies
-from gristmill.text.tokenizers.library import (
-    BYTE_OF,
-    byte_level,
-    library_errors,
-    read_definition,
-    works_on_bytes,
-)
+from gristmill.text.tokenizers.library import BYTE_OF, byte_level, works_on_bytes
+from gristmill.text.tokenizers.tokenizer_json import library_errors, read_definition
 from gristmill.text.tokenizers.vocabularies import (
     ENCODINGS,
     Vocabulary,
