@@ -27,7 +27,7 @@ from gristmill.text.filters.contamination import (
     TaskTexts,
 )
 from gristmill.text.filters.settings import GROUPS, SETTINGS, parse_filters
-from gristmill.text.prepare.journal import Ledger
+from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.sources.reading import SourceReader
 from gristmill.text.sources.source import UNREADABLE, Document, DocumentSplit, ReadOptions
 

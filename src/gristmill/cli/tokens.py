@@ -34,7 +34,7 @@ from gristmill.cli.progress import ProgressLine
 from gristmill.cli.tokens_copy import COPY, copy_set
 from gristmill.cli.tokens_origins import FIND, WHICH, find_text, which_documents
 from gristmill.report.tokens_page import write_tokens_page
-from gristmill.text.prepare.journal import merge_ledgers
+from gristmill.text.prepare.ledger import merge_ledgers
 from gristmill.text.prepare.older_sets import merge_signatures
 from gristmill.text.prepare.outputs import save_tokenizer
 from gristmill.text.prepare.request import find_sets

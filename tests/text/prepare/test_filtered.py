@@ -21,7 +21,7 @@ from gristmill.cli.main import app
 from gristmill.cli.prepare_filters import open_plan
 from gristmill.text.filters.build import FilterPlan, Filters
 from gristmill.text.filters.settings import parse_filters
-from gristmill.text.prepare.journal import Ledger
+from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.prepare.prepare import prepare
 from gristmill.text.prepare.request import PartNumber, PrepareRequest, parse_holdout
 from gristmill.text.sources.source import Dropped, ReadOptions, Reason

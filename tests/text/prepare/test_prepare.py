@@ -19,7 +19,7 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.base.files import seal_of
 from gristmill.cli.main import app
 from gristmill.text.prepare import prepare as module
-from gristmill.text.prepare.journal import Ledger
+from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.prepare.outputs import PreparedSet
 from gristmill.text.prepare.prepare import PrepareResult, prepare, prepare_documents
 from gristmill.text.prepare.request import PrepareRequest, parse_holdout

@@ -23,7 +23,7 @@ from gristmill.base.locks import OutputLock
 from gristmill.hub.objects import holds_secrets, shown
 from gristmill.text.prepare.dedup_parts import group_and_drop
 from gristmill.text.prepare.deduplicate import remove_files
-from gristmill.text.prepare.journal import HopelessError, Ledger
+from gristmill.text.prepare.ledger import HopelessError, Ledger
 from gristmill.text.prepare.older_sets import merge_signatures, remove_signatures
 from gristmill.text.prepare.outputs import check_complete, save_tokenizer
 from gristmill.text.prepare.part_status import PartsState, log_file, prepared_keys, record_file

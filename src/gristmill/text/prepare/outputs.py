@@ -14,14 +14,8 @@ from typing import Any
 import numpy as np
 
 from gristmill.base.files import make_folder, write_sealed_json
-from gristmill.text.prepare.journal import (
-    HopelessError,
-    KeptSpan,
-    KeptTokens,
-    KeyRecord,
-    Ledger,
-    SetCounts,
-)
+from gristmill.text.prepare.journal import KeptSpan, KeptTokens, KeyRecord, SetCounts
+from gristmill.text.prepare.ledger import HopelessError, Ledger
 from gristmill.text.prepare.request import WHOLE, PrepareRequest
 from gristmill.text.prepare.workers import EncodedBlock, EncodedColumn
 from gristmill.text.sources.source import UNREADABLE, Dropped, Skipped

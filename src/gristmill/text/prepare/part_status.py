@@ -36,14 +36,8 @@ from gristmill.text.prepare.dedup_request import (
     signed_divisions,
     signed_file,
 )
-from gristmill.text.prepare.journal import (
-    Cursor,
-    Generation,
-    Ledger,
-    SetCounts,
-    SpanId,
-    journal_file,
-)
+from gristmill.text.prepare.journal import Cursor, Generation, SetCounts, SpanId, journal_file
+from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.prepare.outputs import PreparedKey, PreparedSet
 from gristmill.text.prepare.request import PartNumber, PrepareRequest, split_name
 from gristmill.text.prepare.signing import SignedPart

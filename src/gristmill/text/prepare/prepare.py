@@ -39,12 +39,12 @@ from gristmill.text.prepare.journal import (
     Cursor,
     DamagedSourceError,
     Generation,
-    HopelessError,
     Journal,
     KeptSpan,
     SpanId,
     kept_spans,
 )
+from gristmill.text.prepare.ledger import HopelessError
 from gristmill.text.prepare.outputs import Outputs, PreparedKey
 from gristmill.text.prepare.part_status import prepared_keys, read_record, write_record
 from gristmill.text.prepare.request import (
