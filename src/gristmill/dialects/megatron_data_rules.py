@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.dialects.draft import Remark, TranslationDraft, run_name
-from gristmill.dialects.megatron_rules import batch_levels
+from gristmill.dialects.megatron_schedule_rules import batch_levels
 
 _BY_NAME = (
     *("HuggingFaceTokenizer", "PretrainedFromHF", "Llama2Tokenizer"),

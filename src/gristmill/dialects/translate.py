@@ -20,7 +20,13 @@ import tomli_w
 from gristmill.base.errors import Exit, Problem, UserError, on_one_line
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
-from gristmill.dialects import gpt2_rules, llm_pytorch_rules, megatron_data_rules, megatron_rules
+from gristmill.dialects import (
+    gpt2_rules,
+    llm_pytorch_rules,
+    megatron_data_rules,
+    megatron_rules,
+    megatron_schedule_rules,
+)
 from gristmill.dialects.draft import Preparation, Remark, TranslatedSetting, TranslationDraft
 from gristmill.dialects.table import Dialect, ForeignOption
 from gristmill.dialects.words import (
@@ -42,7 +48,13 @@ CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
 """How values change on the way, by the names that tables use."""
 RULES: Mapping[str, Callable[[TranslationDraft], None]] = {
     rule.__name__: rule
-    for module in (megatron_rules, megatron_data_rules, llm_pytorch_rules, gpt2_rules)
+    for module in (
+        megatron_schedule_rules,
+        megatron_rules,
+        megatron_data_rules,
+        llm_pytorch_rules,
+        gpt2_rules,
+    )
     for rule in module.RULES
 }
 """The functions that tables name, for options that mean something only together."""
