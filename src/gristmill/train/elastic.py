@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,9 +39,8 @@ from gristmill.config.parallel import Mesh
 from gristmill.config.schema import RunConfig
 from gristmill.distributed.control import ControlGroup, wait_for
 from gristmill.distributed.device import memory_explained
-from gristmill.distributed.liveness.heartbeat import Heartbeat
 from gristmill.distributed.liveness.rendezvous import join_store
-from gristmill.distributed.liveness.verdict import Limits, may_come_from_peer
+from gristmill.distributed.liveness.verdict import Limits
 from gristmill.distributed.world import open_device
 from gristmill.optim.spec import Optimizer, StateEntry
 from gristmill.strategies.decentralized.coordinator import (
@@ -64,6 +63,7 @@ from gristmill.strategies.decentralized.workers import StopAgreement, WorkerSet,
 from gristmill.track.folder import RunFolder
 from gristmill.train.assemble import BuiltRun, assemble, build_content_check
 from gristmill.train.claim import FolderClaim
+from gristmill.train.elastic_monitor import ElasticMonitor
 from gristmill.train.elastic_records import (
     CurrentOnly,
     RecentSteps,
@@ -141,59 +141,6 @@ def _left_behind(folder: RunFolder, place: ProcessInfo, end: Exit) -> Outcome:
         flush=True,
     )
     return Outcome(folder.path, end, step, None)
-
-
-class ElasticMonitor:
-    """Tells errors of this worker from those that others caused by going."""
-
-    active = False
-    others_continue = True
-
-    def __init__(
-        self,
-        place: ProcessInfo,
-        membership: Membership,
-        limits: Limits,
-        *,
-        ended: Callable[[], Exit | None],
-    ) -> None:
-        self.place, self.membership, self.view = place, membership, View(-1, {})
-        self.limits, self.ended = limits, ended
-        self.on_exit: Any = None
-        self.facts: Callable[[], Mapping[str, Any]] = dict
-        self.everyone: tuple[Heartbeat, ...] = ()
-        """Membership has heartbeats of its own, which tell nothing else."""
-        self._phase = ("start", 0)
-
-    @property
-    def where(self) -> str:
-        phase, step = self._phase
-        return f"worker {self.place.rank} on {self.place.host} in phase {phase} at step {step}"
-
-    def phase(self, name: str, step: int = 0) -> None:
-        self._phase = (name, step)
-        self.membership.show_life(seconds=self.limits.of_phase(name))
-
-    def explain(self, error: BaseException) -> BaseException | None:
-        """A change of the view, if that is behind an error; waits until it is known."""
-        if isinstance(error, ViewChangedError):
-            return error
-        if not may_come_from_peer(error):
-            return None
-        if self.ended() is not None:
-            return ViewChangedError("the run has ended without this worker")
-        if self.membership.await_change(self.view):
-            return ViewChangedError(str(error))
-        if isinstance(error, UserError):
-            return None
-        return UserError(
-            f"{self.where} could not reach the other workers, which are alive: "
-            f"{str(error).partition(chr(10))[0]}",
-            where="parallel.timeout",
-            remedy="set it above the longest time that a worker may take for a step, or start this "
-            "worker again: it joins with the average",
-            exit=Exit.PEER,
-        )
 
 
 class ElasticRun:
