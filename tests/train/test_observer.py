@@ -31,10 +31,12 @@ from gristmill.track.records import EventRecord, StragglerRecord, SystemRecord
 from gristmill.track.requests import RunRequest
 from gristmill.track.system import SystemSample
 from gristmill.train import observer
+from gristmill.train.checkpoints import Checkpoint
 from gristmill.train.compare import CompareReplicas
-from gristmill.train.hooks import Checkpoint, Hooks, Sample, StopOnDamage
+from gristmill.train.hooks import Hooks, StopOnDamage
 from gristmill.train.observer import RunObserver, cause_of
 from gristmill.train.run import Run
+from gristmill.train.samples import Sample
 from gristmill.train.task_evaluation import EvaluateTasks
 from gristmill.train.tracker import Tracker
 from gristmill.train.validation import Validate

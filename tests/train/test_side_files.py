@@ -16,7 +16,7 @@ from gristmill.checkpoint.model import open_stored
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import read_metrics
 from gristmill.track.records import EventRecord, ValidationRecord
-from gristmill.train.hooks import Checkpoint
+from gristmill.train.checkpoints import Checkpoint
 from gristmill.train.meter import StepEvent
 from gristmill.train.run import Run
 

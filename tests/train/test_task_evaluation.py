@@ -13,8 +13,8 @@ from gristmill.base.errors import Exit, UserError
 from gristmill.config.schema import RunConfig
 from gristmill.track.metrics import read_metrics
 from gristmill.track.records import EvaluationRecord, EventRecord, StepRecord, ValidationRecord
-from gristmill.train.hooks import Sample
 from gristmill.train.run import Run
+from gristmill.train.samples import Sample
 
 TEXTS = [{"text": f"the mill {word} corn"} for word in ("grinds", "turns", "wants")]
 

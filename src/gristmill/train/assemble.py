@@ -7,10 +7,9 @@ User errors are found here, before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 from gristmill.base.errors import DataError, UserError
 from gristmill.base.limits import memory_limit
@@ -20,16 +19,14 @@ from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.state_file import STATE
 from gristmill.checkpoint.writer import CheckpointWriter, require_checkpoint_room
 from gristmill.config.model import GPTConfig
-from gristmill.config.optim import PreconditionerConfig
 from gristmill.config.parallel import Mesh
 from gristmill.config.resolve import Resolved, resolve
 from gristmill.config.schema import RunConfig
-from gristmill.data.build import MIXTURE, build_rules, build_stream, order_identity
+from gristmill.data.build import MIXTURE, build_rules, build_stream
 from gristmill.data.conversations import (
     open_chat,
 )
 from gristmill.data.dataset import (
-    DatasetSplit,
     Mixture,
     RunData,
 )
@@ -53,14 +50,17 @@ from gristmill.text.tokenizers.tokenizer import Tokenizer
 from gristmill.track.account import WallAccount
 from gristmill.track.folder import RunFolder
 from gristmill.train.build import build_strategy, open_run_world
+from gristmill.train.checkpoints import Checkpoint
 from gristmill.train.compare import CompareReplicas
 from gristmill.train.defaults import describe_changes, with_device_defaults
 from gristmill.train.health import RunHealth
-from gristmill.train.hooks import Checkpoint, Hook, Sample, StopOnDamage
+from gristmill.train.hooks import Hook, StopOnDamage
+from gristmill.train.identity import model_settings, run_identity
 from gristmill.train.memory import explainer, fitted, note_of
 from gristmill.train.meter import AHEAD, Meter
 from gristmill.train.order import order_spec
 from gristmill.train.run_data import open_run_data
+from gristmill.train.samples import Sample
 from gristmill.train.task_evaluation import EvaluateTasks
 from gristmill.train.tracker import Tracker
 from gristmill.train.validation import Validate
@@ -166,7 +166,7 @@ def assemble(
         changed.append(note_of(chosen, config))
         config = chosen.config
         resolved = resolve(config, vocab=tokenizer.size, mesh=world.layout)
-    identity = _identity(config, resolved, data, tokenizer, chat)
+    identity = run_identity(config, resolved, data, tokenizer, chat)
     size = _model_size(config, resolved, world.layout)
     require_memory(config, size, world)
     if saves:
@@ -204,8 +204,8 @@ def assemble(
         names=frozenset(meta_model.roles()) - unsaved,
         base=None if started.base is None else asdict(started.base),
         identity=identity,
-        identity_defaults=_of_model(config.model.identity_defaults()),
-        identity_retired=_of_model(config.model.retired),
+        identity_defaults=model_settings(config.model.identity_defaults()),
+        identity_retired=model_settings(config.model.retired),
         identity_until={MIXTURE: same_until},
         settings={"model": config.model.model_dump(exclude_none=True), "vocab": resolved.vocab},
         strategy=strategy.state(),
@@ -269,56 +269,6 @@ def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
                 where="model",
                 remedy="choose a smaller model, or shard it over more devices with [parallel]",
             )
-
-
-def _preconditioner_identity(settings: PreconditionerConfig | None) -> dict[str, Any]:
-    """What decides which state a preconditioner has."""
-    names = ("type", "method", "sides")
-    values = {name: getattr(settings, name, None) for name in names}
-    return {f"optim.preconditioner.{n}": value for n, value in values.items() if value is not None}
-
-
-def _identity(
-    config: RunConfig,
-    resolved: Resolved,
-    data: RunData,
-    tokenizer: Tokenizer,
-    chat: ChatEncoder | None,
-) -> dict[str, Any]:
-    """What must stay the same for a run to resume exactly."""
-    cut: dict[str, Any] = {
-        "data.split (tokens)": _each(data, lambda split: [split.tokens.start, split.tokens.stop])
-    }
-    if chat is not None:
-        cut = {
-            "data.split (conversations)": _each(data, lambda split: split.documents),
-            "data.template (content)": chat.template.fingerprint,
-        }
-    data_seed = {} if config.data.seed is None else {"data.seed": config.data.seed}
-    return {
-        **_of_model(config.model.identity()),
-        "model.vocab": resolved.vocab,
-        "tokenizer": tokenizer.fingerprint,
-        "data.paths (content)": _each(data, lambda split: split.reader.info.fingerprint),
-        **cut,
-        "data.order": config.data.order,
-        "data.sequence": resolved.sequence,
-        **data_seed,
-        **order_identity(config.data, data.train, order_spec(config.data, resolved)),
-        "train.seed": config.train.seed,
-        "optim.type": config.optim.type,
-        **_preconditioner_identity(config.optim.preconditioning),
-    }
-
-
-def _of_model(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"model.{name}": value for name, value in settings.items()}
-
-
-def _each(data: RunData, fact: Callable[[DatasetSplit], Any]) -> Any:
-    """A fact about each training set; a single set's fact is not wrapped in a list."""
-    facts = [fact(split) for split in data.train.splits]
-    return facts[0] if len(facts) == 1 else facts
 
 
 def document_rules(run: BuiltRun) -> DocumentRules:

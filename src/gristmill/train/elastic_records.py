@@ -19,7 +19,8 @@ from gristmill.track.metrics import cut_metrics, last_recorded_step, to_json, va
 from gristmill.track.records import Record, StepRecord
 from gristmill.track.sinks import Sink
 from gristmill.train.assemble import BuiltRun
-from gristmill.train.hooks import Checkpoint, Hook
+from gristmill.train.checkpoints import Checkpoint
+from gristmill.train.hooks import Hook
 from gristmill.train.validation import Validate
 
 KEPT_STEPS = 1000

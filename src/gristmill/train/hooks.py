@@ -16,34 +16,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
-from gristmill.base.errors import DataError, UserError
-from gristmill.base.files import write_atomic
-from gristmill.base.units import Duration, Progress, format_bytes, parse_seconds
-from gristmill.checkpoint.layout import Best
-from gristmill.checkpoint.state import TrainState, capture, state_bytes
+from gristmill.base.errors import DataError
+from gristmill.base.units import Duration, Progress, format_bytes
+from gristmill.checkpoint.state import TrainState
 from gristmill.checkpoint.writer import CheckpointWriter
 from gristmill.config.resolve import Resolved
-from gristmill.config.schema import SampleConfig
 from gristmill.data.intact import ContentCheck
 from gristmill.distributed.control import ControlGroup
-from gristmill.generate.sampling import Sampling
-from gristmill.generate.text import TextGenerator
-from gristmill.strategies.strategy import REQUEST, StepLimits, Strategy
-from gristmill.text.chat.conversations import Message
-from gristmill.text.chat.encoding import ChatEncoder
-from gristmill.text.tokenizers.tokenizer import Tokenizer
+from gristmill.strategies.strategy import REQUEST, StepLimits
 from gristmill.track.account import WallAccount
-from gristmill.track.folder import RunFolder
 from gristmill.track.requests import RequestBox, RunRequest, as_message
-from gristmill.train.health import Rollback, RunHealth
+from gristmill.train.checkpoints import Checkpoint
+from gristmill.train.health import Rollback
 from gristmill.train.meter import Meter, StepEvent
 from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
-from gristmill.train.validation import Validate
-from gristmill.train.wall_clock import WallClock
 
 
 class Hook(Protocol):
@@ -318,188 +307,3 @@ class StopOnDamage:
             self._reported = True
             size = format_bytes(self.check.bytes)
             self.tracker.say(f"the token files are intact: {size} agree with their checksums")
-
-
-class Sample:
-    """Generates text from the prompts of the run file."""
-
-    phase = "samples"
-
-    def __init__(
-        self,
-        config: SampleConfig,
-        *,
-        strategy: Strategy,
-        tokenizer: Tokenizer,
-        tracker: Tracker,
-        state: TrainState,
-        seed: int,
-        folder: RunFolder,
-        chat: ChatEncoder | None = None,
-    ) -> None:
-        """With `chat`, prompts are messages, and samples the answers to them."""
-        self.config, self.tracker, self.state, self.folder = config, tracker, state, folder
-        self.chat = chat
-        self.strategy, self.tokenizer = strategy, tokenizer
-        self.sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
-        self._done_at: int | None = None
-
-    def at_start(self) -> None:
-        self._write()
-
-    def due(self, event: StepEvent) -> bool:
-        return self.config.every.due(event.before, event.after)
-
-    def act(self, event: StepEvent) -> None:
-        self._write()
-
-    def at_end(self, *, finished: bool) -> None:
-        step = self.state.progress.steps
-        # The process may have been lost after it wrote them and before the run was complete.
-        if finished and self._done_at != step and not self._file(step).is_file():
-            self._write()
-
-    def _file(self, step: int) -> Path:
-        return self.folder.samples / f"step-{step:08d}.txt"
-
-    def _write(self) -> None:
-        step = self._done_at = self.state.progress.steps
-        model = self.strategy.gather_full_model()
-        if model is None:
-            return
-        ends = () if self.chat is None else self.chat.ends
-        generator, pages = TextGenerator(model, self.tokenizer, ends=ends), []
-        try:
-            for prompt in self.config.prompts:
-                asked: str | list[int] = prompt
-                if self.chat is not None and prompt:
-                    asked = self.chat.encode_prompt([Message("user", prompt)])
-                (text,) = generator.texts(asked, tokens=self.config.tokens, sampling=self.sampling)
-                self.tracker.sample(prompt, text)
-                pages.append(f"{prompt}{'' if asked == prompt else chr(10)}{text}\n")
-            self.folder.require_here()
-            write_atomic(self._file(step), "---\n".join(pages))
-        except UserError as error:
-            self.tracker.say(f"the samples were not written: {error}", level="warning")
-
-
-class Checkpoint:
-    """Saves the state periodically, and whenever validation finds a new best loss; after a
-    non-finite step it waits for a good one. A save is skipped while the disk is still busy with the
-    one before. The end of a run is always saved."""
-
-    phase = "save"
-
-    def __init__(
-        self,
-        every: Duration | str,
-        *,
-        writer: CheckpointWriter,
-        state: TrainState,
-        strategy: Strategy,
-        validate: Validate | None,
-        keep_best: bool,
-        health: RunHealth,
-        control: ControlGroup,
-        folder: RunFolder,
-        agreed_at: Callable[[], int] | None = None,
-    ) -> None:
-        """`agreed_at`: the last step after which all copies of the weights were found equal;
-        checkpoints from before it are kept until they are again."""
-        self.every, self.writer, self.state, self.strategy = every, writer, state, strategy
-        self.control, self.folder, self.agreed_at = control, folder, agreed_at
-        self.validate, self.keep_best, self.health = validate, keep_best, health
-        self._late = False
-        """Whether a save was put off."""
-        self._clock: WallClock | None = None
-        if isinstance(every, str):
-            seconds, step = parse_seconds(every), state.progress.steps
-            self._clock = WallClock(seconds, step=step, control=control)
-        self._reserved = False
-        resumed = writer.folder.path(state.progress.steps).is_dir()
-        self._saved_at = state.progress.steps if resumed else None
-
-    def at_start(self) -> None:
-        """Nothing to save: initial weights follow from the settings."""
-
-    def due(self, event: StepEvent) -> bool:
-        self._reserve()
-        if self._late or self._maybe_over(event):
-            return True
-        return self.keep_best and self.validate is not None and self.validate.due(event)
-
-    def act(self, event: StepEvent) -> None:
-        over = self._maybe_over(event)
-        if over and self._clock is not None:
-            over = self._clock.over(event.after.steps)
-        best = self._best_now()
-        if best is None and not self._late and not over:
-            return
-        if self.control.any(not self.writer.ready()):
-            self.writer.skip(event.after.steps)
-            return
-        self._late = self.health.non_finite > 0
-        if self.state.workers:
-            # They judge their own steps; all other processes judge the same ones.
-            self._late = self.control.any(self._late)
-        if not self._late:
-            self._save(best)
-
-    def at_end(self, *, finished: bool) -> None:
-        best = self._best_now()
-        if self._saved_at != self.state.progress.steps:
-            self._save(best)
-        self.writer.finish()
-        if best is not None:
-            # The final validation may find the best loss at a step that was already saved.
-            self.writer.mark_best(best)
-
-    def _reserve(self) -> None:
-        """Reserve the memory of the first copy after the first step, when the state has its full
-        size. That of a decentralized run can be looked at only when it is saved."""
-        if not self._reserved and not self.state.workers:
-            self.writer.host.reserve(state_bytes(self.state))
-        self._reserved = True
-
-    def _maybe_over(self, event: StepEvent) -> bool:
-        """Whether the interval is over; by the wall clock, whether it is time to ask."""
-        if self._clock is not None:
-            return self._clock.asks(event.after.steps)
-        assert isinstance(self.every, Duration)
-        return self.every.due(event.before, event.after)
-
-    def missed_since(self, last: Progress) -> bool:
-        """Whether a save was due since the last one."""
-        return isinstance(self.every, Duration) and self.every.due(last, self.state.progress)
-
-    def put_off(self) -> None:
-        """Save after the next step."""
-        self._late = True
-
-    def _best_now(self) -> Best | None:
-        """The best loss, if it is this step's."""
-        best = self.state.best if self.keep_best and self.validate is not None else None
-        return best if best is not None and best.step == self.state.progress.steps else None
-
-    def _save(self, best: Best | None) -> None:
-        self.control.on_rank0(self.folder.require_here)
-        self._saved_at = self.state.progress.steps
-        health, good_before = self.health.state(), self.health.good_before
-        if self.state.workers:
-            # Rank 0, which writes the file and deletes old checkpoints, acts for all workers.
-            reports = self.control.gather([self.state.worker, health, good_before])
-            health = {str(worker): own for worker, own, _ in reports}
-            spikes = [step for *_, step in reports if step is not None]
-            good_before = min(spikes, default=None)
-        if self.agreed_at is not None:
-            first = self.agreed_at() + 1
-            good_before = first if good_before is None else min(good_before, first)
-        with self.strategy.published_weights():
-            self.state.strategy = self.strategy.state()
-            self.state.health = health
-            # The one before is still being written from the same memory.
-            self.writer.wait()
-            snapshot = capture(self.state, self.writer.host)
-        if self._clock is not None:
-            self._clock.restart()
-        self.writer.save(snapshot, best=best, good_before=good_before)
