@@ -38,7 +38,7 @@ from gristmill.checkpoint.layout import CheckpointFolder, step_of
 from gristmill.checkpoint.tensorfile import open_tensors
 from gristmill.config.load import load_text
 from gristmill.config.schema import RunConfig
-from gristmill.hub import buckets, patience
+from gristmill.hub import buckets, retry
 from gristmill.text.prepare.prepare import prepare_documents
 from gristmill.text.sources.source import Document
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
@@ -94,7 +94,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(patience, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.001)
     for connect in (buckets._s3, buckets._google):
         connect.cache_clear()
     yield server

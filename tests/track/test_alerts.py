@@ -21,7 +21,7 @@ from gristmill.track.alerts import (
     Alerts,
     Command,
     DeliveryError,
-    Patience,
+    StallTimer,
     Webhook,
     build_targets,
 )
@@ -191,16 +191,16 @@ def test_a_run_that_hangs(tmp_path: Path) -> None:
 
 
 class Asked:
-    """Asks a `Patience` every second."""
+    """Asks a `StallTimer` every second."""
 
     def __init__(self, limit: float = 600.0) -> None:
-        self.patience, self.now = Patience(limit, step=0, tick=1.0, now=0.0), 0.0
+        self.stall_timer, self.now = StallTimer(limit, step=0, tick=1.0, now=0.0), 0.0
 
     def seconds(self, count: int, step: int, phase: str | None = "step") -> float | None:
         found = None
         for _ in range(count):
             self.now += 1.0
-            found = self.patience.exhausted(step, phase, now=self.now)
+            found = self.stall_timer.exhausted(step, phase, now=self.now)
             if found is not None:
                 break
         return found

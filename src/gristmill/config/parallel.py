@@ -23,7 +23,7 @@ from pydantic import Field
 
 from gristmill.base.errors import Problem
 from gristmill.base.units import Duration, Unit
-from gristmill.config.settings import Count, Fraction, Interval, Patience, Settings, Size, Span
+from gristmill.config.settings import Count, Fraction, Interval, Settings, Size, Span, Timeout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -142,9 +142,9 @@ class ParallelConfig(Settings):
     """Several processes use one GPU, to try a layout where GPUs are few, not for speed: those of a
     node are spread over its GPUs, and exchange tensors through host memory, over gloo instead of
     NCCL. Without effect on CPUs, which processes always share."""
-    start_timeout: Patience = "10m"
+    start_timeout: Timeout = "10m"
     """How long processes wait for one another at the start; at least "5s"."""
-    timeout: Patience = "10m"
+    timeout: Timeout = "10m"
     """How long a process waits for others in a step or a validation before the run ends with a
     message on which rank is missing; at least "5s"."""
 

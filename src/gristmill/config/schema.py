@@ -20,10 +20,10 @@ from gristmill.config.parallel import ParallelConfig
 from gristmill.config.settings import (
     Count,
     Interval,
-    Patience,
     SaveInterval,
     Settings,
     Span,
+    Timeout,
     TokenPaths,
     WallTime,
 )
@@ -354,7 +354,7 @@ class CheckpointConfig(Settings):
     background: bool = True
     """Write in the background, while training continues. A save that comes due while a large one
     is still being written is skipped."""
-    timeout: Patience = "1h"
+    timeout: Timeout = "1h"
     """How long processes wait for one another in a save before the run ends; at least "5s"."""
     load: str | None = None
     """Begin from the newest checkpoint in the folder of another run, which is not changed: from its

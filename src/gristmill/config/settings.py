@@ -61,7 +61,7 @@ class Settings(BaseModel):
 
 T = TypeVar("T")
 
-LEAST_PATIENCE = 5
+LEAST_TIMEOUT = 5
 """Seconds. With less, a process that is only busy would be taken for lost."""
 
 
@@ -121,11 +121,11 @@ def _parse_interval(text: str) -> float:
         raise UserError(f"{text!r} is not an interval", remedy=remedy) from error
 
 
-def _patience(value: Any) -> str:
+def _timeout(value: Any) -> str:
     text = _seconds(value)
-    if parse_seconds(text) < LEAST_PATIENCE:
+    if parse_seconds(text) < LEAST_TIMEOUT:
         raise ValueError(
-            f'must be at least "{LEAST_PATIENCE}s": processes send a heartbeat every second, '
+            f'must be at least "{LEAST_TIMEOUT}s": processes send a heartbeat every second, '
             "and a busy one may be late"
         )
     return text
@@ -208,7 +208,7 @@ SaveInterval = Annotated[
 WallTime = Annotated[str, BeforeValidator(_seconds), WithJsonSchema(_TIME_SCHEMA)]
 """A wall-clock span such as "3h30m"."""
 
-Patience = Annotated[str, BeforeValidator(_patience), WithJsonSchema(_TIME_SCHEMA)]
+Timeout = Annotated[str, BeforeValidator(_timeout), WithJsonSchema(_TIME_SCHEMA)]
 """A wall-clock span of at least 5 seconds: how long one process waits for another."""
 
 _WEIGHT_SCHEMA = {"type": "number", "exclusiveMinimum": 0}

@@ -6,7 +6,7 @@ public bucket is read without credentials with FSSPEC_S3_ANON=true or FSSPEC_GCS
 
 Reads of S3 demand the ETag of the listing, reads of Google name the generation of the object, so
 what has been replaced is not read. The libraries' own attempts are switched off where they can be:
-`patience` tries again, and tells of it.
+`retry` tries again and reports it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gristmill.hub.client import first_line
 from gristmill.hub.listing import list_objects
 from gristmill.hub.objects import (
     OnSent,
-    PassingError,
     RemoteObject,
+    TransientError,
     changed,
     forbidden,
     missing,
@@ -82,7 +82,7 @@ def _told(name: str) -> Iterator[None]:
     except Exception as error:  # the libraries' errors and those of their clients differ
         names = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
         code = _code(error)
-        if isinstance(error, UserError | PassingError):
+        if isinstance(error, UserError | TransientError):
             raise
         if code in _CHANGED_CODES:
             raise changed(name) from error
@@ -94,9 +94,9 @@ def _told(name: str) -> Iterator[None]:
         if isinstance(error, PermissionError) or code in ("401", "403"):
             raise forbidden(name, first_line(error), _REMEDIES[name[:2]]) from error
         if code in _PASSING_CODES:
-            raise PassingError(first_line(error)) from error
+            raise TransientError(first_line(error)) from error
         if code is None and names & _PASSING:
-            raise PassingError(first_line(error)) from error
+            raise TransientError(first_line(error)) from error
         raise DataError(
             f"the store refuses: {first_line(error)}",
             where=name,
@@ -134,11 +134,11 @@ class S3Store:
             with _told(item.name):
                 system = _s3()
                 _sync(system, _get, system, received, Bucket=bucket, Key=key, **wanted)
-        except PassingError as error:
+        except TransientError as error:
             failure = error
         yield from [bytes(received)] if received else []
         if failure or len(received) != end - begin:
-            raise failure or PassingError("the connection broke")
+            raise failure or TransientError("the connection broke")
 
     def write(self, file: Path, url: str, progress: OnSent = lambda done: None) -> None:
         with _told(shown(url)):
@@ -212,7 +212,7 @@ class GoogleStore:
                 # Another generation is there now, or none.
                 raise changed(item.name) from error
         if len(content) != end - begin:
-            raise PassingError("the connection broke")
+            raise TransientError("the connection broke")
         yield content
 
     def write(self, file: Path, url: str, progress: OnSent = lambda done: None) -> None:

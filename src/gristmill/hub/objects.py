@@ -64,8 +64,8 @@ class WritableStore(Store, Protocol):
         """Remove an object, if it is there."""
 
 
-class PassingError(Exception):
-    """What may pass if it is tried again."""
+class TransientError(Exception):
+    """An error that may not occur again if the request is repeated."""
 
     def __init__(self, what: str, *, wait: float | None = None) -> None:
         super().__init__(what)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from gristmill.hub.objects import PassingError, RemoteObject
-from gristmill.hub.patience import Patience
+from gristmill.hub.objects import RemoteObject, TransientError
+from gristmill.hub.retry import Retries
 from gristmill.hub.stores import store_of
 
 _FIRST, _GROWTH, _LARGEST = 1 << 17, 4, 1 << 23
@@ -38,14 +38,14 @@ def fetch(
     item: RemoteObject, begin: int, end: int, *, unwanted: Callable[[], bool] = lambda: False
 ) -> bytes:
     """A range of an object, in as many requests as it takes."""
-    content, store, patience = bytearray(), store_of(item.address), Patience(item.name)
+    content, store, retries = bytearray(), store_of(item.address), Retries(item.name)
     while len(content) < end - begin and not unwanted():
         try:
             for piece in store.read(item, begin + len(content), end):
                 content += piece
-                patience.renew()
-        except PassingError as error:
-            patience.wait(error)
+                retries.renew()
+        except TransientError as error:
+            retries.wait(error)
     return bytes(content)
 
 

@@ -21,7 +21,7 @@ from gristmill.hub.objects import (
     scheme_of,
     shown,
 )
-from gristmill.hub.patience import patiently
+from gristmill.hub.retry import with_retries
 from gristmill.hub.web import WebStore
 
 STORES: Mapping[str, Store] = {
@@ -60,7 +60,7 @@ def writable_store_of(url: str) -> WritableStore:
 def look_for(url: str) -> RemoteObject | None:
     """The one object at a URL, if it is there."""
     try:
-        found = patiently(lambda: store_of(url).find(url), shown(url))
+        found = with_retries(lambda: store_of(url).find(url), shown(url))
     except NothingThereError:
         return None
     return next((item for item in found if item.name == shown(url)), None)
@@ -69,7 +69,7 @@ def look_for(url: str) -> RemoteObject | None:
 def find_objects(url: str) -> list[RemoteObject]:
     """The objects that a URL stands for, sorted; that there are none is an error."""
     name, store = shown(url), store_of(url)
-    found = patiently(lambda: store.find(url), name)
+    found = with_retries(lambda: store.find(url), name)
     if not found:
         if any(sign in name for sign in "*?["):
             raise DataError("no object matches", where=name, remedy="check the pattern")

@@ -27,8 +27,8 @@ from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
 from gristmill.base.errors import DataError
 from gristmill.hub.objects import (
-    PassingError,
     RemoteObject,
+    TransientError,
     changed,
     forbidden,
     missing,
@@ -120,7 +120,7 @@ def read_range(
             except _BROKEN as error:
                 raise broken(error) from error
             if not piece:
-                raise PassingError("the connection broke")
+                raise TransientError("the connection broke")
             left -= len(piece)
             yield piece
 
@@ -134,14 +134,14 @@ def no_ranges(name: str) -> DataError:
     )
 
 
-def broken(error: BaseException) -> PassingError:
+def broken(error: BaseException) -> TransientError:
     """A failure of a connection."""
     if isinstance(error, TimeoutError):
-        return PassingError(f"no answer for {TIMEOUT:.0f} seconds")
+        return TransientError(f"no answer for {TIMEOUT:.0f} seconds")
     if isinstance(error, ssl.SSLCertVerificationError):
-        return PassingError(f"its certificate is not valid: {error.verify_message}")
+        return TransientError(f"its certificate is not valid: {error.verify_message}")
     reason = error.strerror if isinstance(error, OSError) and error.strerror else None
-    return PassingError(f"the connection broke{f': {reason}' if reason else ''}")
+    return TransientError(f"the connection broke{f': {reason}' if reason else ''}")
 
 
 def _version(headers: http.client.HTTPMessage) -> str | None:
@@ -154,8 +154,8 @@ def _version(headers: http.client.HTTPMessage) -> str | None:
 # ------------------------------------------------------------------ requests
 
 
-class Answer(NamedTuple):
-    """What a server answered."""
+class ServerResponse(NamedTuple):
+    """The response of a server."""
 
     status: int
     headers: http.client.HTTPMessage
@@ -163,7 +163,9 @@ class Answer(NamedTuple):
 
 
 @contextmanager
-def asked(url: str, headers: Mapping[str, str], *, name: str | None = None) -> Iterator[Answer]:
+def asked(
+    url: str, headers: Mapping[str, str], *, name: str | None = None
+) -> Iterator[ServerResponse]:
     """Ask for a URL, wherever it redirects to; what is no content is an error."""
     name = name or shown(url)
     home = urlsplit(url)
@@ -187,7 +189,7 @@ def asked(url: str, headers: Mapping[str, str], *, name: str | None = None) -> I
                     )
                 continue
             _check(response, name)
-            yield Answer(response.status, response.headers, response)
+            yield ServerResponse(response.status, response.headers, response)
             kept = response.isclosed() and not response.will_close
         finally:
             if kept:
@@ -213,7 +215,7 @@ def _check(response: http.client.HTTPResponse, name: str) -> None:
         )
     if status in _PASSING:
         wait = response.headers.get("Retry-After", "")
-        raise PassingError(f"status {status}", wait=float(wait) if wait.isdigit() else None)
+        raise TransientError(f"status {status}", wait=float(wait) if wait.isdigit() else None)
     raise DataError(f"the server answers with status {status}", where=name)
 
 

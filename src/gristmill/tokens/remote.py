@@ -23,8 +23,8 @@ from gristmill.base.errors import DataError, Exit, UserError
 from gristmill.base.files import make_folder, sha256_file, storage_errors, sync_file, sync_folder
 from gristmill.base.locks import OutputLock
 from gristmill.hub.objects import OnSent, RemoteObject, shown
-from gristmill.hub.patience import patiently
 from gristmill.hub.remote_file import open_remote
+from gristmill.hub.retry import with_retries
 from gristmill.hub.stores import look_for, writable_store_of
 from gristmill.tokens.format import (
     LEDGER_FILE,
@@ -76,8 +76,8 @@ def check_target(url: str, *, overwrite: bool) -> None:
     if look_for(f"{url}{_MANIFEST}") and not overwrite:
         raise _existing(url)
     # Only writing tells whether it is allowed.
-    patiently(lambda: store.write(Path(os.devnull), mark), shown(url))
-    patiently(lambda: store.remove(mark), shown(url))
+    with_retries(lambda: store.write(Path(os.devnull), mark), shown(url))
+    with_retries(lambda: store.remove(mark), shown(url))
 
 
 def _existing(url: str) -> UserError:
@@ -109,7 +109,7 @@ def upload_set(
     if there and _digest(there) != contents[-1].facts.sha256:
         if not overwrite:
             raise _existing(url)
-        patiently(lambda: store.remove(f"{url}{_MANIFEST}"), shown(url))
+        with_retries(lambda: store.remove(f"{url}{_MANIFEST}"), shown(url))
     # Every byte is sent, and read back.
     done, total = 0, 2 * sum(content.facts.bytes for content in contents)
     for suffix, facts in contents:
@@ -138,7 +138,7 @@ def _put(file: Path, url: str, facts: FileFacts, progress: OnSent = lambda done:
             if digest == facts.sha256:
                 return
         if attempt < _ATTEMPTS - 1:
-            patiently(lambda: store.write(file, url, progress), shown(url))
+            with_retries(lambda: store.write(file, url, progress), shown(url))
     raise DataError(
         "what arrived there is not what was sent: its checksum differs",
         where=shown(url),

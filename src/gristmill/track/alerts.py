@@ -187,10 +187,12 @@ class Alerts:
         assert self.config.no_progress is not False
         limit = parse_seconds(self.config.no_progress)
         tick = min(self.tick, limit / 10)
-        patience = Patience(limit, step=self._progress().steps, tick=tick, now=time.monotonic())
+        stall_timer = StallTimer(
+            limit, step=self._progress().steps, tick=tick, now=time.monotonic()
+        )
         while not stop.wait(tick):
             step = self._progress().steps
-            still = patience.exhausted(step, self._phase, now=time.monotonic())
+            still = stall_timer.exhausted(step, self._phase, now=time.monotonic())
             if still is not None:
                 doing = "" if self._phase is None else f"; it is in the phase {self._phase!r}"
                 what = f"no step for {format_seconds(still)}, since step {step}{doing}"
@@ -244,8 +246,8 @@ class Alerts:
             self._say(f"{target.name} was told of the alert {facts['rule']}", "info")
 
 
-class Patience:
-    """Tells when a run has done no step for too long.
+class StallTimer:
+    """Detects that a run has made no progress for too long.
 
     Time is counted in small amounts: a process that was stopped, or a machine that slept, finds
     that hardly any has passed. Before the first step, which compiles, and outside of steps the

@@ -1,4 +1,4 @@
-"""Trying again, with growing waits, what may pass."""
+"""Retries of requests after transient errors, with exponential backoff."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import TypeVar
 
 from gristmill.base.errors import DataError
 from gristmill.hub.client import tell_wait
-from gristmill.hub.objects import PassingError
+from gristmill.hub.objects import TransientError
 
 ATTEMPTS = 6
-"""In a row, without a byte."""
+"""Failures in a row, without a byte received, after which to give up."""
 FIRST_WAIT = 1.0
 """Seconds; doubled after each attempt."""
 _LONGEST_WAIT = 60.0
 Result = TypeVar("Result")
 
 
-class Patience:
-    """Waits after a failure, unless there were too many in a row."""
+class Retries:
+    """Waits after each failure, and gives up after too many in a row."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._attempts = 0
 
     def renew(self) -> None:
-        """Something went well."""
+        """Something succeeded: count failures from zero again."""
         self._attempts = 0
 
-    def wait(self, error: PassingError) -> None:
+    def wait(self, error: TransientError) -> None:
         """Wait before the next attempt, or give up."""
         self._attempts += 1
         if self._attempts == ATTEMPTS:
@@ -44,11 +44,11 @@ class Patience:
         time.sleep(seconds)
 
 
-def patiently(call: Callable[[], Result], name: str) -> Result:
-    """Call until it goes well, or until there were too many failures."""
-    patience = Patience(name)
+def with_retries(call: Callable[[], Result], name: str) -> Result:
+    """Call until it succeeds, or until it has failed too often."""
+    retries = Retries(name)
     while True:
         try:
             return call()
-        except PassingError as error:
-            patience.wait(error)
+        except TransientError as error:
+            retries.wait(error)
