@@ -23,7 +23,7 @@ import torch
 
 from gristmill.models.decoding import Norm
 from gristmill.models.kernels import decoding
-from gristmill.models.kernels.decoding import Tiles
+from gristmill.models.kernels.decoding import DecodingTiles
 
 DTYPE = torch.bfloat16
 LAYERS = 30
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
     """A way to compute it."""
 
     pieces: int
-    tiles: Tiles
+    tiles: DecodingTiles
 
 
 def shapes(width: int, inner: int) -> list[Shape]:
@@ -62,7 +62,7 @@ def choices(shape: Shape, rows: int) -> Iterator[Choice]:
         part = shape.inputs // (pieces * parts)
         for columns, depth, warps in itertools.product((16, 32, 64), (32, 64, 128), (2, 4)):
             if part % depth == 0 and parts * depth * columns <= 32768:
-                yield Choice(pieces, Tiles(parts, few, columns, depth, 3, warps))
+                yield Choice(pieces, DecodingTiles(parts, few, columns, depth, 3, warps))
 
 
 def product(shape: Shape, choice: Choice, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -99,8 +99,8 @@ def compare(shape: Shape, width: int, rows: int) -> None:
     stream, x = random(rows, width), random(rows, shape.inputs)
     weights = [random(shape.outputs, shape.inputs) for _ in range(LAYERS)]
     norm = Norm(True, 1e-5, random(width), random(width))
-    best: dict[tuple[int, int], tuple[float, Tiles]] = defaultdict(
-        lambda: (math.inf, Tiles(*6 * [0]))
+    best: dict[tuple[int, int], tuple[float, DecodingTiles]] = defaultdict(
+        lambda: (math.inf, DecodingTiles(*6 * [0]))
     )
     for choice in choices(shape, rows):
 

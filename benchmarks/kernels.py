@@ -104,7 +104,7 @@ def compare_tiles() -> None:
 
 def try_tiles(activation: str, rows: int, width: int) -> None:
     from gristmill.models.kernels import products
-    from gristmill.models.kernels.products import Tiles
+    from gristmill.models.kernels.products import ProductTiles
 
     x, up, down, kept = (
         torch.rand(shape, device="cuda").bfloat16()
@@ -113,7 +113,7 @@ def try_tiles(activation: str, rows: int, width: int) -> None:
     product = median(lambda: x @ up.T)
     print(f"{activation}, {rows} x {width}: the product alone {product:.3f}", flush=True)
     for numbers in TILES:
-        products.FORWARD = products.BACKWARD = Tiles(*numbers)
+        products.FORWARD = products.BACKWARD = ProductTiles(*numbers)
         try:
             forward = median(lambda: products.linear_activation(x, up, None, activation))
             backward = median(lambda: products.activation_backward(x, down, kept, activation))

@@ -22,7 +22,7 @@ from gristmill.serve.served import LoadOptions
 from gristmill.serve.server import ServerOptions, ServerParts, run
 from gristmill.train.run import Run
 from gristmill.web.server import bind
-from gristmill.web.service import Limits
+from gristmill.web.service import RequestLimits
 
 RUN = """
 name = "mill"
@@ -131,7 +131,7 @@ def serve_models() -> Iterator[Callable[..., RunningServer]]:
     def start(
         *models: object,
         keys: tuple[bytes, ...] = (),
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
         loaded: int = 2,
         drain: float = 30.0,
         send_buffer: int | None = None,
@@ -141,7 +141,7 @@ def serve_models() -> Iterator[Callable[..., RunningServer]]:
         options = ServerOptions(
             most_loaded=loaded,
             drain=drain,
-            limits=limits or Limits(),
+            limits=limits or RequestLimits(),
             load=LoadOptions(**load),
         )
         bound = bind("127.0.0.1", 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gristmill.web.service import Limits
+from gristmill.web.service import RequestLimits
 
 HELLO = [{"role": "user", "content": "the mill"}]
 
@@ -204,7 +204,7 @@ def test_the_page_has_its_headers(server: Any) -> None:
 @pytest.fixture(scope="module")
 def small(mill: Path, serve_models: Callable[..., Any]) -> Any:
     """A server that takes little."""
-    return serve_models(mill, slots=1, queue=2, limits=Limits(body=2048))
+    return serve_models(mill, slots=1, queue=2, limits=RequestLimits(body=2048))
 
 
 def test_large_bodies_are_refused(small: Any) -> None:
@@ -268,7 +268,7 @@ def small_begin(server: Any) -> socket.socket:
 def test_requests_take_no_longer_than_they_may(
     mill: Path, serve_models: Callable[..., Any], gate: Any
 ) -> None:
-    server = serve_models(mill, limits=Limits(seconds=1.0))
+    server = serve_models(mill, limits=RequestLimits(seconds=1.0))
     server.until(lambda: bool(server.parts.registry.loaded))
     gate.close()
     error = error_of(server.post("/v1/completions", {"prompt": "a"}), 504)
@@ -279,7 +279,7 @@ def test_requests_take_no_longer_than_they_may(
 
 
 def test_only_so_many_requests_run(mill: Path, serve_models: Callable[..., Any], gate: Any) -> None:
-    server = serve_models(mill, limits=Limits(running=1))
+    server = serve_models(mill, limits=RequestLimits(running=1))
     server.until(lambda: bool(server.parts.registry.loaded))
     gate.close()
     waiting = small_begin(server)

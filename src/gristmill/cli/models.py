@@ -20,7 +20,7 @@ from gristmill.base.errors import UserError, printable
 from gristmill.base.files import read_json
 from gristmill.base.units import format_bytes, format_count
 from gristmill.cli.dialects import DialectCommand, DialectName
-from gristmill.cli.options import Precision, PrecisionOption, command_options
+from gristmill.cli.options import PrecisionName, PrecisionOption, command_options
 from gristmill.cli.progress import ProgressLine
 from gristmill.text.tokenizers.tokenizer import open_tokenizer
 
@@ -228,7 +228,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per sample.")
     ] = False,
-    precision: PrecisionOption = Precision.AUTO,
+    precision: PrecisionOption = PrecisionName.AUTO,
     checkpoint: Which = "latest",
     device: Device = "auto",
 ) -> None:

@@ -153,8 +153,8 @@ def require_place(file: Path) -> None:
         raise UserError(f"cannot write in {file.parent}", where=where)
 
 
-class Precision(enum.StrEnum):
-    """Number formats to generate in."""
+class PrecisionName(enum.StrEnum):
+    """The values of --precision: number formats to generate in."""
 
     AUTO = "auto"
     FP32 = "fp32"
@@ -163,7 +163,7 @@ class Precision(enum.StrEnum):
 
 
 PrecisionOption = Annotated[
-    Precision,
+    PrecisionName,
     typer.Option(
         "--precision",
         help="Of weights and activations; auto: bf16 on a GPU that computes with it, else fp32.",

@@ -9,7 +9,7 @@ import typer
 
 from gristmill.base.errors import UserError
 from gristmill.cli.models import Device
-from gristmill.cli.options import Precision, PrecisionOption
+from gristmill.cli.options import PrecisionName, PrecisionOption
 from gristmill.cli.server_log import tell
 
 
@@ -75,7 +75,7 @@ def serve(
     max_body: Annotated[
         int, typer.Option(metavar="BYTES", min=1024, help="Largest body of a request.")
     ] = 4 * 2**20,
-    precision: PrecisionOption = Precision.AUTO,
+    precision: PrecisionOption = PrecisionName.AUTO,
     device: Device = "auto",
     template: Annotated[
         str | None,
@@ -92,7 +92,7 @@ def serve(
     from gristmill.serve.served import LoadOptions
     from gristmill.serve.server import ServerOptions
     from gristmill.serve.server import serve as run_server
-    from gristmill.web.service import Limits
+    from gristmill.web.service import RequestLimits
 
     if device not in ("auto", "cpu", "cuda", "mps"):
         raise UserError(f"{device!r} is not auto, cpu, cuda or mps", where="--device")
@@ -103,7 +103,7 @@ def serve(
         api_key_file=api_key_file,
         most_loaded=loaded,
         drain=drain,
-        limits=Limits(body=max_body, seconds=timeout),
+        limits=RequestLimits(body=max_body, seconds=timeout),
         load=load,
     )
     run_server(models, options, log=tell)

@@ -51,14 +51,14 @@ class Blend(Protocol):
 
 
 @dataclass(frozen=True)
-class Choice:
-    """For some samples: the number of the set, and of the sample within that set."""
+class BlendedSamples:
+    """Where each of some samples comes from: the number of its set, and its number in that set."""
 
     sets: np.ndarray
     samples: np.ndarray
 
 
-def choose(blend: Blend, samples: np.ndarray) -> Choice:
+def choose(blend: Blend, samples: np.ndarray) -> BlendedSamples:
     """Where samples come from; they should lie close together, like those of one step."""
     begin, end = int(samples.min()), int(samples.max()) + 1
     sets = blend.sets(begin, end)
@@ -69,7 +69,7 @@ def choose(blend: Blend, samples: np.ndarray) -> Choice:
     numbers[order] = np.arange(len(sets)) - before
     numbers += blend.taken(begin)[sets]
     chosen = samples - begin
-    return Choice(sets[chosen], numbers[chosen])
+    return BlendedSamples(sets[chosen], numbers[chosen])
 
 
 # ------------------------------------------------------------------ the rotation

@@ -39,7 +39,7 @@ from gristmill.models.loss import capped
 from gristmill.models.spec import CausalLM
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """The residual stream, and what is still to be added to it."""
 
     x_RD: torch.Tensor
@@ -99,22 +99,24 @@ class GPTDecoder(Decoder):
 
     # ------------------------------------------------------------------ the model
 
-    def logits(self, stream: Stream) -> torch.Tensor:
+    def logits(self, stream: ResidualStream) -> torch.Tensor:
         """Logits of all rows of the head, in fp32."""
         _, n_RD = self._normalised(stream.x_RD, self._norm("norm"), stream.added)
         return capped(self._head(n_RD), self.config.logit_cap)
 
-    def blocks(self, x_RD: torch.Tensor, tokens_R: torch.Tensor, rows: Any) -> Stream:
+    def blocks(self, x_RD: torch.Tensor, tokens_R: torch.Tensor, rows: Any) -> ResidualStream:
         """The residual stream behind the last block, from the embedded tokens; `rows` is what
         `_attend` knows of them."""
         if self.config.embedding_norm:
             _, x_RD = self._normalised(x_RD, self._norm("embedding_norm"))
-        stream = Stream(x_RD, [])
+        stream = ResidualStream(x_RD, [])
         for layer in range(self.config.layers):
             stream = self._block(stream, layer, tokens_R, rows)
         return stream
 
-    def _block(self, stream: Stream, layer: int, tokens_R: torch.Tensor, rows: Any) -> Stream:
+    def _block(
+        self, stream: ResidualStream, layer: int, tokens_R: torch.Tensor, rows: Any
+    ) -> ResidualStream:
         config, name = self.config, f"blocks.{layer}"
         x_RD, n_RD = self._normalised(
             stream.x_RD, self._norm(f"{name}.attention_norm"), stream.added
@@ -138,7 +140,7 @@ class GPTDecoder(Decoder):
         seen, left = ([], [attended]) if config.parallel_residual else ([attended], [])
         x_RD, n_RD = self._normalised(x_RD, self._norm(f"{name}.mlp_norm"), seen)
         up_RN = self._linear(n_RD, f"{name}.mlp.up", activation=config.activation)
-        return Stream(x_RD, [*left, self._product(up_RN, f"{name}.mlp.down")])
+        return ResidualStream(x_RD, [*left, self._product(up_RN, f"{name}.mlp.down")])
 
     def _norm(self, name: str) -> Norm:
         return Norm(

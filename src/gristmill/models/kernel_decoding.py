@@ -19,7 +19,7 @@ import torch
 
 from gristmill.models.cache import SlotMemory
 from gristmill.models.decoding import AttentionShape, Norm, PromptPart
-from gristmill.models.gpt_decoding import GPTDecoder, Stream
+from gristmill.models.gpt_decoding import GPTDecoder, ResidualStream
 from gristmill.models.kernels import decoding as kernels
 from gristmill.models.kernels.decoding_attention import attend
 from gristmill.models.spec import CausalLM
@@ -98,7 +98,7 @@ class KernelDecoder(GPTDecoder):
         places_R: torch.Tensor,
         *,
         together: bool = False,
-    ) -> Stream:
+    ) -> ResidualStream:
         """The residual stream behind the last block. `together`: rows may be of one slot."""
         embedded = self._embedded(tokens_R, places_R)
         rows = _Rows(slots_R, embedded.places_R, together)

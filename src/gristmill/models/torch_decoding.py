@@ -20,7 +20,7 @@ from torch.nn import functional
 from gristmill.config.model import Role
 from gristmill.models.cache import SlotMemory
 from gristmill.models.decoding import AttentionShape, HeadNorm, Norm, PromptPart
-from gristmill.models.gpt_decoding import GPTDecoder, Stream
+from gristmill.models.gpt_decoding import GPTDecoder, ResidualStream
 from gristmill.models.layers import RotaryAngles, activated
 from gristmill.models.spec import CausalLM
 
@@ -83,7 +83,7 @@ class TorchDecoder(GPTDecoder):
 
     def _blocks(
         self, tokens: Sequence[int], places: Sequence[int], rows: _PromptRows | _SlotRows
-    ) -> Stream:
+    ) -> ResidualStream:
         tokens_R, places_R = torch.tensor([list(tokens), list(places)], device=self.device)
         x_RD = functional.embedding(tokens_R, self._named["embedding.weight"])
         if "positions.weight" in self._named:

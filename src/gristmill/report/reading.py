@@ -93,8 +93,8 @@ class GroupRows:
 
 
 @dataclass(frozen=True)
-class Block:
-    """What some lines hold."""
+class LineBlock:
+    """The records on some consecutive lines of a metrics file."""
 
     stamps_BP: Doubles
     """Step, tokens and time of every record, in the order of the lines."""
@@ -130,7 +130,7 @@ class _Collected:
             rows = kinds[names] = _Rows()
         return rows
 
-    def block(self) -> Block:
+    def block(self) -> LineBlock:
         """All of it as arrays; a `ValueError` or `TypeError` if a value is no number."""
         stamps_BP = np.full((self.count, len(_STAMP)), np.nan)
         groups = list[GroupRows]()
@@ -145,7 +145,7 @@ class _Collected:
                 groups.append(_joined(group, parts))
         if not np.isfinite(stamps_BP[:, :2]).all():
             raise ValueError("a step is no number")
-        return Block(stamps_BP, groups, self.texts)
+        return LineBlock(stamps_BP, groups, self.texts)
 
 
 def _joined(
@@ -177,7 +177,7 @@ class LineReader:
         self._decode = _decoder()
         self._layouts: dict[tuple[str, ...], _Layout] = {}
 
-    def read(self, lines: Sequence[bytes], *, damaged: Callable[[int, str], None]) -> Block:
+    def read(self, lines: Sequence[bytes], *, damaged: Callable[[int, str], None]) -> LineBlock:
         """What complete lines hold; `damaged` is called with the number of each, from 0, that
         cannot be read, and why."""
         values, wrong = self._values(lines), list[tuple[int, str]]()

@@ -24,8 +24,8 @@ from gristmill.web.refusals import RefusalError, defect
 FinishReason = Literal["stop", "length"]
 
 
-class Piece(NamedTuple):
-    """What is new about a choice."""
+class ChoiceDelta(NamedTuple):
+    """What was added to a choice since it was last sent."""
 
     text: str
     entries: list[TokenEntry]
@@ -110,9 +110,9 @@ class Choice:
         self._ready += self._entries[:out]
         del self._entries[:out]
 
-    def take(self) -> Piece:
-        """What has come since the last time."""
-        piece = Piece(self._text, self._ready, self.finish)
+    def take(self) -> ChoiceDelta:
+        """What was added since the last call."""
+        piece = ChoiceDelta(self._text, self._ready, self.finish)
         self._text, self._ready = "", []
         return piece
 

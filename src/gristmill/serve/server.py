@@ -27,7 +27,7 @@ from gristmill.web.server import (
     url_of,
     web_server,
 )
-from gristmill.web.service import Limits, Service
+from gristmill.web.service import RequestLimits, Service
 
 PURPOSE = "serving a model"
 SWITCH_SECONDS = 0.0005
@@ -46,7 +46,7 @@ class ServerOptions:
     """Models in memory."""
     drain: float = 30.0
     """Seconds for requests to end."""
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     load: LoadOptions = field(default_factory=LoadOptions)
 
 

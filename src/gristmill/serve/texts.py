@@ -28,7 +28,7 @@ from gristmill.serve.asking import (
     require_bias,
     require_room,
 )
-from gristmill.serve.choices import Answer, Choice, Piece
+from gristmill.serve.choices import Answer, Choice, ChoiceDelta
 from gristmill.serve.metrics import Metrics
 from gristmill.serve.prompt_scores import prompt_probabilities
 from gristmill.serve.protocol import (
@@ -44,7 +44,7 @@ from gristmill.serve.served import ServedModel
 from gristmill.serve.token_texts import TokenEntry, prompt_entries
 from gristmill.web.call import Call
 
-ChoiceJson = Callable[[Choice, Piece], dict[str, Any]]
+ChoiceJson = Callable[[Choice, ChoiceDelta], dict[str, Any]]
 """A choice of an answer, or of a chunk of a stream."""
 
 
@@ -234,7 +234,7 @@ def _best(choices: Sequence[Choice], query: CompletionQuery) -> list[Choice]:
 
 
 def _completion_choice(served: ServedModel, options: Options) -> ChoiceJson:
-    def form(choice: Choice, piece: Piece) -> dict[str, Any]:
+    def form(choice: Choice, piece: ChoiceDelta) -> dict[str, Any]:
         likeliest = options.likeliest
         return {
             "index": choice.index,
@@ -252,7 +252,7 @@ _completion_chunk = _completion_choice
 
 
 def _chat_choice(served: ServedModel, options: Options) -> ChoiceJson:
-    def form(choice: Choice, piece: Piece) -> dict[str, Any]:
+    def form(choice: Choice, piece: ChoiceDelta) -> dict[str, Any]:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": piece.text},
@@ -264,7 +264,7 @@ def _chat_choice(served: ServedModel, options: Options) -> ChoiceJson:
 
 
 def _chat_chunk(served: ServedModel, options: Options) -> ChoiceJson:
-    def form(choice: Choice, piece: Piece) -> dict[str, Any]:
+    def form(choice: Choice, piece: ChoiceDelta) -> dict[str, Any]:
         return {
             "index": choice.index,
             "delta": {"content": piece.text} if piece.text else {},
@@ -311,7 +311,7 @@ class _Writer:
                 if piece.text or piece.entries:
                     events.append(self._chunk([form(choice, piece._replace(finish=None))]))
                 if piece.finish is not None:
-                    events.append(self._chunk([form(choice, Piece("", [], piece.finish))]))
+                    events.append(self._chunk([form(choice, ChoiceDelta("", [], piece.finish))]))
             if events:
                 await self._call.events(events)
             fresh = await answer.news()

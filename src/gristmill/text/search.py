@@ -28,8 +28,8 @@ class Occurrence:
     """The position behind the last one."""
 
 
-class TokenTexts:
-    """The bytes of all ids of a tokenizer, for many ids at once."""
+class VocabularyBytes:
+    """The bytes of every id of a tokenizer, laid out to decode many ids at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         texts = [tokenizer.token_bytes(id) for id in range(tokenizer.size)]
@@ -57,7 +57,7 @@ def find_phrase(
     wanted = phrase.encode()
     if not wanted:
         raise UserError("give some text to look for", where="the phrase", exit=Exit.USAGE)
-    texts, starts, total = TokenTexts(tokenizer), reader.document_starts, len(reader)
+    texts, starts, total = VocabularyBytes(tokenizer), reader.document_starts, len(reader)
     # Tokens have at least a byte, but for control tokens, which end a document.
     overlap = len(wanted)
     for begin in range(0, total, PIECE):

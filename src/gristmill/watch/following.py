@@ -35,8 +35,8 @@ _FIRST_PLACES, _MOST_PLACES = 16, 1024
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some complete lines."""
+class NewLines:
+    """Complete lines that were added to a file."""
 
     offset: int
     data: bytes
@@ -90,7 +90,7 @@ class Follower:
         self.size, self.changed = now.size, now.changed / 1e9
         return now != self._seen
 
-    def read(self, limit: int) -> Piece | None:
+    def read(self, limit: int) -> NewLines | None:
         """The next complete lines, about so many bytes; None if there are none. Call it until it
         returns None."""
         try:
@@ -104,17 +104,17 @@ class Follower:
         finally:
             os.close(handle)
 
-    def _gone(self) -> Piece | None:
+    def _gone(self) -> NewLines | None:
         if self._file is None:
             return None
         self._restart(None)
-        return Piece(0, b"", restarted=True)
+        return NewLines(0, b"", restarted=True)
 
     def _restart(self, file: tuple[int, int] | None) -> None:
         self.offset, self._tail, self._in_long_line, self._file = 0, b"", False, file
         self._seen, self.skipped = None, 0
 
-    def _read(self, handle: int, limit: int) -> Piece | None:
+    def _read(self, handle: int, limit: int) -> NewLines | None:
         facts = os.fstat(handle)
         file = (facts.st_dev, facts.st_ino)
         self.size = facts.st_size
@@ -128,7 +128,7 @@ class Follower:
             if not self._in_long_line:
                 self._seen = _Identity.of(facts)
             return None
-        piece = Piece(self.offset, data, restarted)
+        piece = NewLines(self.offset, data, restarted)
         self.offset += len(data)
         self._tail = (self._tail + data)[-_FINGERPRINT:]
         return piece

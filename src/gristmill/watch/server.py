@@ -26,7 +26,7 @@ from gristmill.web.server import (
     url_of,
     web_server,
 )
-from gristmill.web.service import Limits, Service
+from gristmill.web.service import RequestLimits, Service
 
 PURPOSE = "watching runs"
 _DRAIN_SECONDS = 1.0
@@ -43,7 +43,7 @@ class WatchOptions:
     """Whether whoever has the token may ask something of a run."""
     interval: float = 1.0
     """Seconds between looks at the files."""
-    limits: Limits = field(default_factory=lambda: Limits(seconds=2 * STREAM_SECONDS))
+    limits: RequestLimits = field(default_factory=lambda: RequestLimits(seconds=2 * STREAM_SECONDS))
 
 
 def watch(roots: Sequence[Path], options: WatchOptions, *, log: Callable[[str], None]) -> None:

@@ -22,8 +22,8 @@ Handler = Callable[[Call, dict[str, Any]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one request may take, and all of them."""
+class RequestLimits:
+    """Limits of one request, and of all together."""
 
     body: int = 4 * 2**20
     """Bytes."""
@@ -47,7 +47,9 @@ def counted_requests(count: int) -> str:
 class Service:
     """What all routes share."""
 
-    def __init__(self, *, access: Access, limits: Limits, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, *, access: Access, limits: RequestLimits, log: Callable[[str], None]
+    ) -> None:
         self.requests = Counter[tuple[str, int]]()
         """How many were answered, by route and status."""
         self.draining = False

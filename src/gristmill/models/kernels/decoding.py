@@ -372,8 +372,8 @@ def _finish(
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
-class Tiles(NamedTuple):
-    """How a product is computed."""
+class DecodingTiles(NamedTuple):
+    """How a matrix product of decoding is divided into tiles."""
 
     parts: int
     """Parts of the inputs, summed by themselves; the same for any number of rows, since it
@@ -388,24 +388,26 @@ class Tiles(NamedTuple):
     warps: int
 
 
-def tiles(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, pieces: int) -> Tiles:
+def tiles(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, pieces: int
+) -> DecodingTiles:
     """Small ones, to occupy the GPU, and larger ones where there are many rows or outputs."""
     if dtype == torch.float32:
-        return Tiles(4, 16, 32, 32, 2, 4)
+        return DecodingTiles(4, 16, 32, 32, 2, 4)
     many = outputs > MANY_OUTPUTS
     parts = 2 if not many and (pieces == 1 or inputs // pieces > 1024) else 1
     if rows > FEW_ROWS:
         if rows <= 64:
-            return Tiles(parts, 64, 64, 64, 4, 4)
+            return DecodingTiles(parts, 64, 64, 64, 4, 4)
         if inputs <= 1024:
-            return Tiles(parts, 64, 128, 64, 3, 4)
-        return Tiles(parts, 128, 128, 64, 3, 8)
+            return DecodingTiles(parts, 64, 128, 64, 3, 4)
+        return DecodingTiles(parts, 128, 128, 64, 3, 8)
     few = 16 if rows <= 16 else 32
     if outputs > WIDE_OUTPUTS:
-        return Tiles(parts, few, 128, 64 if inputs <= 1024 else 128, 3, 4)
+        return DecodingTiles(parts, few, 128, 64 if inputs <= 1024 else 128, 3, 4)
     if many:
-        return Tiles(parts, few, 32, 128, 3 if few == 16 else 5, 2)
-    return Tiles(parts, few, 16, 128 if inputs // (pieces * parts) >= 1024 else 64, 3, 2)
+        return DecodingTiles(parts, few, 32, 128, 3 if few == 16 else 5, 2)
+    return DecodingTiles(parts, few, 16, 128 if inputs // (pieces * parts) >= 1024 else 64, 3, 2)
 
 
 def linear(

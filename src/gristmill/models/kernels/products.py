@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gristmill.models.kernels.instructions import exp2, reciprocal, tanh
 
 
-class Tiles(NamedTuple):
+class ProductTiles(NamedTuple):
     """Rows, columns and depth of a tile, and how it is launched."""
 
     M: int
@@ -94,7 +94,7 @@ def halves(sums, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 # The fastest of ten on an H200. With two programs per SM the epilogue of one overlaps with the
 # products of the other; the backward pass, which also loads saved values, has no room for that.
-FORWARD, BACKWARD = Tiles(128, 128, 64, 8, 2, 3), Tiles(128, 256, 64, 8, 1, 3)
+FORWARD, BACKWARD = ProductTiles(128, 128, 64, 8, 2, 3), ProductTiles(128, 256, 64, 8, 1, 3)
 
 
 def linear_activation(
@@ -250,7 +250,7 @@ def _activated_product(
 # Here one loop runs over all 3K columns; where it enters the next tensor, the distance between the
 # two in memory is added to its pointers.
 
-QKV_TILES = Tiles(128, 256, 64, 8, 1, 3)
+QKV_TILES = ProductTiles(128, 256, 64, 8, 1, 3)
 """The fastest of six on an H200."""
 ALIGNMENT = 16
 """Bytes that a thread loads at once."""

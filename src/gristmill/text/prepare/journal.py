@@ -197,7 +197,7 @@ _VERSION = 3
 
 
 @dataclass(frozen=True)
-class Generation:
+class JournalGeneration:
     """One generation of hidden files."""
 
     number: int
@@ -210,7 +210,7 @@ class Generation:
     """Length and checksum of the records."""
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Generation:
+    def from_json(cls, value: Mapping[str, Any]) -> JournalGeneration:
         current = value["current"]
         return cls(
             value["number"],
@@ -250,10 +250,10 @@ class Journal:
         self._name = name
         self._request = dict(request)
         self._generation = 0
-        self._earlier: Sequence[Generation] = ()
+        self._earlier: Sequence[JournalGeneration] = ()
         self._log: HashedFile | None = None
 
-    def load(self) -> tuple[Generation, Sequence[Generation]] | None:
+    def load(self) -> tuple[JournalGeneration, Sequence[JournalGeneration]] | None:
         """What an earlier process saved for the same request: its last generation, and those from
         which it was still copying."""
         if not self.path.exists():
@@ -264,7 +264,7 @@ class Journal:
             if value["version"] == _VERSION:
                 request = value["request"]
                 last, *earlier = (
-                    Generation.from_json(generation) for generation in value["generations"]
+                    JournalGeneration.from_json(generation) for generation in value["generations"]
                 )
                 differing = [key for key in self._request if request.get(key) != self._request[key]]
                 if not differing:
@@ -289,19 +289,19 @@ class Journal:
         with storage_errors(final):
             return HashedFile(final, ending=f"part{generation or ''}", saved=saved)
 
-    def records(self, generation: Generation) -> list[SpanRecord]:
+    def records(self, generation: JournalGeneration) -> list[SpanRecord]:
         """The spans of a generation that are done."""
         log = self._open_log(generation.number, generation.log)
         lines = b"".join(log.content()).splitlines()
         log.release()
         return [SpanRecord.from_json(json.loads(line)) for line in lines]
 
-    def begin(self, number: int = 0, earlier: Sequence[Generation] = ()) -> None:
+    def begin(self, number: int = 0, earlier: Sequence[JournalGeneration] = ()) -> None:
         """Begin a generation, for which some spans are copied from earlier ones."""
         self._generation, self._earlier = number, earlier
         self._log = self._open_log(number, None)
 
-    def resume(self, generation: Generation, earlier: Sequence[Generation]) -> None:
+    def resume(self, generation: JournalGeneration, earlier: Sequence[JournalGeneration]) -> None:
         """Continue a generation."""
         self._generation, self._earlier = generation.number, earlier
         self._log = self._open_log(generation.number, generation.log)
@@ -318,7 +318,7 @@ class Journal:
         assert self._log is not None
         with storage_errors(self._log.path):
             self._log.flush()
-        now = Generation(self._generation, cursor, current, columns, self._log.state())
+        now = JournalGeneration(self._generation, cursor, current, columns, self._log.state())
         value = {
             "version": _VERSION,
             "request": self._request,

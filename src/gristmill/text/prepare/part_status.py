@@ -36,7 +36,13 @@ from gristmill.text.prepare.dedup_request import (
     signed_divisions,
     signed_file,
 )
-from gristmill.text.prepare.journal import Cursor, Generation, SetCounts, SpanId, journal_file
+from gristmill.text.prepare.journal import (
+    Cursor,
+    JournalGeneration,
+    SetCounts,
+    SpanId,
+    journal_file,
+)
 from gristmill.text.prepare.ledger import Ledger
 from gristmill.text.prepare.outputs import PreparedKey, PreparedSet
 from gristmill.text.prepare.request import PartNumber, PrepareRequest, split_name
@@ -221,7 +227,11 @@ def saved_counts(name: Path) -> tuple[SetCounts, Cursor] | None:
     """How much an unfinished part had done when it was saved last, and what came next."""
     path = journal_file(name)
     try:
-        last = Generation.from_json(read_json(path)["generations"][0]) if path.exists() else None
+        last = (
+            JournalGeneration.from_json(read_json(path)["generations"][0])
+            if path.exists()
+            else None
+        )
     except (UserError, KeyError, TypeError, IndexError):
         return None
     if last is None:

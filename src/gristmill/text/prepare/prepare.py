@@ -38,8 +38,8 @@ from gristmill.text.prepare.deduplicate import (
 from gristmill.text.prepare.journal import (
     Cursor,
     DamagedSourceError,
-    Generation,
     Journal,
+    JournalGeneration,
     KeptSpan,
     SpanId,
     kept_spans,
@@ -302,7 +302,7 @@ class _Opening:
         return outputs, Cursor()
 
     def _resume(
-        self, journal: Journal, last: Generation, earlier: Sequence[Generation]
+        self, journal: Journal, last: JournalGeneration, earlier: Sequence[JournalGeneration]
     ) -> tuple[Outputs, Cursor]:
         """Continue the generation that was saved, or begin another if sources have changed."""
         plan, stop = self.plan, self.request.on_damage is OnDamage.STOP
@@ -338,8 +338,8 @@ class _Opening:
         return Outputs(self.request, self.tokenizer, states, generation=number, sources=names)
 
     def _kept_of(
-        self, journal: Journal, generations: Sequence[Generation], wanted: Sequence[SpanId]
-    ) -> tuple[dict[SpanId, KeptSpan], list[Generation]]:
+        self, journal: Journal, generations: Sequence[JournalGeneration], wanted: Sequence[SpanId]
+    ) -> tuple[dict[SpanId, KeptSpan], list[JournalGeneration]]:
         """What earlier generations, the newest first, hold of some spans, and which of them do."""
         kept: dict[SpanId, KeptSpan] = {}
         used = []

@@ -196,7 +196,7 @@ class Source:
         self.name = STDIN_NAME if path is None else str(path)
         self.size = path.stat().st_size if path and path.is_file() else None
         """Bytes on disk; None if this is not a regular file, such as a pipe."""
-        self._stream: Stream | None = None
+        self._stream: DecompressedStream | None = None
         self.extension = ".txt"
         """The file name extension without that of the compression, or what replaces it."""
         self.can_seek = False
@@ -204,7 +204,7 @@ class Source:
         if path is None or self.size is None:
             # The name of a pipe says nothing, so the first byte decides.
             with _telling_of_waits(self.name, note):
-                self._stream = Stream(path.open("rb") if path else None, regular=False)
+                self._stream = DecompressedStream(path.open("rb") if path else None, regular=False)
                 self.extension = _BY_FIRST_BYTE.get(self._stream.peek(1)[:1], ".txt")
             return
         self.extension = extension_of(path.name)
@@ -229,9 +229,9 @@ class Source:
         assert self.path is not None
         return self.path.open("rb")
 
-    def open(self, begin: int = 0) -> Stream:
+    def open(self, begin: int = 0) -> DecompressedStream:
         """The decompressed content from a byte on; a pipe can be opened only once."""
-        stream = self._stream or Stream(self.open_file(), regular=True)
+        stream = self._stream or DecompressedStream(self.open_file(), regular=True)
         while begin and (skipped := stream.read(min(begin, 1 << 20))):
             begin -= len(skipped)
         return stream
@@ -240,7 +240,7 @@ class Source:
         return vars(self) | {"_stream": None}
 
 
-class Stream:
+class DecompressedStream:
     """The decompressed content of a source, read from beginning to end."""
 
     def __init__(self, file: io.BufferedReader | None, *, regular: bool) -> None:
