@@ -1,1 +1,1 @@
-"""Floor 5: from token files to batches."""
+"""From token files to batches."""

@@ -1,24 +1,24 @@
-"""Which of several token sets sample i comes from, and which of that set's samples it is.
+"""Blends of token sets: which set sample i of a run comes from, and which of its samples it is.
 
-Two ways of mixing, both deterministic and stateless (a third, whose shares change over the run, is
-in `mixture`):
+There are two ways to blend, both deterministic and stateless. A third, with weights that change
+over the run, is in `mixture.py`:
 
-    rotation   sample i stands at place i p mod n on a circle of n places, p about n / 1.618 and
-               coprime to n; set s owns m(s) neighbouring places, n together. Every round visits
-               every place once, and any run of samples holds each set very nearly in proportion.
-               The samples of a set before i are counted in logarithmic time, so nothing is stored,
-               however long the run.
+    rotation   sample i falls on place i p mod n of a circle of n places, with p about n / 1.618
+               and coprime to n; set s owns m(s) adjacent places, and the m(s) add up to n. Each
+               round visits every place once, and any range of samples contains the sets very
+               nearly in proportion. The samples of a set before i are counted in logarithmic time,
+               so nothing is stored, however long the run.
 
     greedy     Megatron's: sample k (counted from 0) comes from the set with the largest deficit
                w(s) max(k, 1) - taken(s), the first of equals
 
 With n = all windows of all sets, a round of the rotation is one epoch: every sample exactly once.
 
-The greedy choice has to be made sample by sample. To let numpy make it for many samples at a time,
-the samples are cut into lanes whose starting counts are guessed from the weights; lanes with a
-wrong guess run again from where the lane before ended, until all agree. Floating-point ties depend
-on the compiler of Megatron's helper: on ARM the product and difference are rounded once (fused), on
-x86 twice, so the same weights give another order there. Both are offered.
+The greedy choice depends on all choices before it. To let numpy make many at a time, the samples
+are cut into lanes whose starting counts are guessed from the weights; a lane with a wrong guess is
+computed again from where the lane before it ended, until all agree. Floating-point ties depend on
+the compiler of Megatron's helper: on ARM the product and difference are rounded once (fused), on
+x86 twice, so the same weights give a different order there. Both are available.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SHORTEST_LANE = 64
 
 
 class Blend(Protocol):
-    """Says for every sample which set it comes from."""
+    """Maps every sample to the set that it comes from."""
 
     def sets(self, begin: int, end: int) -> np.ndarray:
         """The sets that samples `begin` to `end` (exclusive) come from."""
@@ -59,7 +59,7 @@ class BlendedSamples:
 
 
 def choose(blend: Blend, samples: np.ndarray) -> BlendedSamples:
-    """Where samples come from; they should lie close together, like those of one step."""
+    """The sets of some samples, which should be close together, like those of one step."""
     begin, end = int(samples.min()), int(samples.max()) + 1
     sets = blend.sets(begin, end)
     order = np.argsort(sets, kind="stable")
@@ -77,7 +77,7 @@ def choose(blend: Blend, samples: np.ndarray) -> BlendedSamples:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Sets in proportion to the places they own on a circle."""
+    """Visits the sets in proportion to the places they own on a circle."""
 
     places: tuple[int, ...]
 
@@ -136,7 +136,7 @@ def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:
 
 
 class Greedy:
-    """The sets in Megatron's order; after the last sample it starts again."""
+    """The sets in Megatron's order, which repeats after the last sample."""
 
     def __init__(self, choices: np.ndarray, *, sets: int) -> None:
         self.choices = choices
@@ -201,8 +201,8 @@ def greedy_by_weight(
 
 
 def _likely_counts(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """How many samples of each set probably come before some: shares rounded down, and one more
-    for those with the largest rest."""
+    """A guess of how many samples of each set come before a sample: the weights' shares rounded
+    down, plus one for those with the largest remainders."""
     shares = weights * samples
     counts = np.floor(shares)
     missing = samples - counts.sum(axis=0)
@@ -242,8 +242,8 @@ def _follow_lanes(
 def _rounding_error(
     left: np.ndarray, right: np.ndarray, product: np.ndarray, *, out: np.ndarray
 ) -> None:
-    """What rounding took from a product, exactly (after Dekker): each factor becomes the sum of two
-    numbers with half its digits, whose products are exact."""
+    """The exact rounding error of a product (Dekker): each factor is split into two numbers with
+    half its digits, whose products are exact."""
     left_scaled, right_scaled = left * 134217729.0, right * 134217729.0
     left_high = left_scaled - (left_scaled - left)
     right_high = right_scaled - (right_scaled - right)

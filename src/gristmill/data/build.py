@@ -1,4 +1,4 @@
-"""From settings and open token sets to the stream of samples: each order is a row of a table."""
+"""Builds the stream of samples from settings and token sets. Each order is a row of a table."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from gristmill.data.sampling import (
 from gristmill.data.stream import SampleStream
 
 MIXTURE = "data.stage (order)"
-"""The fact about the order that only has to stay the same for the samples that are done."""
+"""The key of a run's identity that may change for samples that are not consumed yet."""
 SURPLUS = 0.005
-"""Megatron makes this many more samples of each set than the weights of a blend ask for."""
+"""Megatron builds each set's index for this share of samples more than the weights need."""
 WORTH_CACHING = 1 << 20
 """Indices with fewer entries are built at every start, which takes less than a second."""
 
@@ -51,13 +51,13 @@ class OrderSpec:
     sequence: int
     seed: int
     samples: int
-    """Samples that Megatron's order is made for."""
+    """Samples for which Megatron's order is built."""
     cache: Path | None
     """Folder for indices that take long to build; None caches nothing."""
     end: int = 0
     """Samples of the whole run."""
     stages: tuple[Stage, ...] = ()
-    """The stages of its mixture, if that changes."""
+    """The stages of the mixture, if it changes over the run."""
 
 
 _WINDOWS: dict[str, type[Windows]] = {
@@ -71,7 +71,7 @@ def build_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleS
     """The samples of a run, in its order."""
     if config.by_rows:
         return _megatron_stream(config, train, spec)
-    # With one seed, sets of equal length would be read at the same places.
+    # With the same seed, sets of equal length would be read at the same positions.
     indices = tuple(
         _index(config, split, spec, seed=spec.seed + number)
         for number, split in enumerate(train.splits)
@@ -89,7 +89,7 @@ def build_stream(config: DataConfig, train: Mixture, spec: OrderSpec) -> SampleS
 
 
 def build_plan(config: DataConfig, train: Mixture, spec: OrderSpec) -> MixturePlan | None:
-    """How the stages and limits of a run mix its sources; None if it has neither."""
+    """The plan by which stages and limits mix the sources; None for a run with neither."""
     if config.stage is None and config.max_epochs is None:
         return None
     stages = spec.stages
@@ -101,12 +101,12 @@ def build_plan(config: DataConfig, train: Mixture, spec: OrderSpec) -> MixturePl
 
 
 def epochs_of(config: DataConfig, train: Mixture, spec: OrderSpec) -> list[int]:
-    """Samples of each set that visit it once."""
+    """Samples of each set in one epoch of it."""
     return [_index(config, split, spec, seed=0).epoch for split in train.splits]
 
 
 def epoch_limits(config: DataConfig, epochs: Sequence[int]) -> list[int | None]:
-    """The most samples of each set that may be read, given those that visit it once."""
+    """The most samples of each set that may be read, given the samples of an epoch."""
     limits = config.max_epochs
     if not isinstance(limits, dict):
         return [None if limits is None else int(limits * epoch) for epoch in epochs]
@@ -162,7 +162,7 @@ def _is_single(config: DataConfig, train: Mixture) -> bool:
 
 
 def _requested_samples(config: DataConfig, train: Mixture, samples: int) -> list[int | None]:
-    """Samples that each set makes; None is one epoch."""
+    """The samples requested from each set; None is one epoch."""
     if _is_single(config, train):
         return [samples]
     if train.weights is None:
@@ -224,10 +224,10 @@ def _megatron_index(
 
 
 def order_identity(config: DataConfig, train: Mixture, spec: OrderSpec) -> dict[str, Any]:
-    """What else, besides content and order, must stay the same for the samples to stay the same."""
+    """What else, besides content and order, determines the samples."""
     facts: dict[str, Any] = {}
     if (plan := build_plan(config, train, spec)) is not None:
-        # Only what lies behind a run must stay as it was: see `same_until`.
+        # Only the samples already consumed must stay the same: see `same_until`.
         return {MIXTURE: plan_identity(plan)}
     several = len(train.splits) > 1
     if several:

@@ -1,14 +1,14 @@
 """Conversations as token sets in memory: read, encoded, split and packed when a run starts.
 
-    JSON lines -> conversations -> ids, and which are learnt -> training | validation -> samples
+    JSON lines -> conversations -> ids and a loss mask -> training | validation -> samples
 
-A conversation is a document of its set, so document rules keep those of one sample apart, and sets
-are mixed as token files are. Splits are cut between conversations. At the end of a set are T + 1
-end-of-text ids to fill samples with. The content of a set, by which a resumed run is compared, is
-that of its messages: how the JSON is written does not matter.
+A conversation is a document of its set, so document rules separate the conversations of a sample,
+and sets are blended like token files. Splits are cut between conversations. A set ends with T + 1
+end-of-text ids for padding. Its fingerprint, which a resumed run checks, covers the messages only:
+the formatting of the JSON does not matter.
 
-Large sets are encoded by the first process of a run and mapped by the others, and by every start
-after it.
+Large sets are encoded once, by the first process of a run, and cached; the other processes and
+later starts map the cache.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from gristmill.text.tokenizers.tokenizer import open_tokenizer
 from gristmill.tokens.format import TokenFiles, TokenReader, TokenSetInfo, TokenShard
 
 WORTH_CACHING = 1 << 25
-"""Sets with fewer characters are encoded at every start, which takes a few seconds."""
+"""Characters; smaller sets are encoded at every start, which takes a few seconds."""
 _BATCH = 1024
 """Conversations that are rendered or encoded at a time."""
 
@@ -103,7 +103,7 @@ class _ChatSet:
 
     source: OpenTokenSet
     starts: np.ndarray
-    """Where each begins, and where the last one ends."""
+    """Where each conversation begins, and where the last one ends."""
     loss_mask: np.ndarray
 
 
@@ -113,11 +113,11 @@ class ChatOptions:
 
     sequence: int
     together: bool
-    """Whether several share a sample; else each has its own."""
+    """Whether several conversations are packed into a sample; otherwise each has its own."""
     cache: Path | None = None
     """Folder for encoded sets; None caches nothing."""
     progress: Callable[[str], None] = lambda doing: None
-    """Called with what is being done, and how far it is."""
+    """Called with a description of the current work and its progress."""
 
 
 def open_conversations(config: DataConfig, encoder: ChatEncoder, options: ChatOptions) -> RunData:
@@ -194,7 +194,8 @@ def open_chat_sets(
 
 
 def _cut(count: int, shares: Sequence[float]) -> list[range]:
-    """Conversations of training and validation; validation has at least one if it has a share."""
+    """Conversations for training and validation; validation gets at least one if its share is
+    above 0."""
     ends = [round(end) for end in np.cumsum([share / sum(shares) for share in shares]) * count]
     if shares[1] and count > 1:
         ends[0] = min(ends[0], count - 1)
@@ -317,7 +318,7 @@ def _open_set(
 def _rendered(
     conversations: Iterator[Conversation], encoder: ChatEncoder
 ) -> Iterator[tuple[Conversation, list[ChatRun] | UnusableError]]:
-    """All conversations with their text, or why they have none; some at a time."""
+    """All conversations, in batches, with their text or the reason why they have none."""
     while several := list(islice(conversations, _BATCH)):
         yield from zip(several, encoder.runs_of([one.messages for one in several]), strict=True)
 
@@ -328,7 +329,7 @@ def _encode(runs: Sequence[list[ChatRun]], encoder: ChatEncoder, options: ChatOp
     for first in range(0, len(runs), _BATCH):
         options.progress(f"encoding conversations: {first} of {len(runs)}")
         for encoded in encoder.encode_runs(runs[first : first + _BATCH]):
-            # Nothing comes before the first id of a conversation to predict it from.
+            # The first id of a conversation has no context to be predicted from.
             encoded.loss_mask[:1] = False
             ids.append(encoded.ids.astype(dtype))
             loss_mask.append(encoded.loss_mask)

@@ -1,6 +1,6 @@
 """The token sets of a run, and how each is split into training and validation.
 
-    data.paths   one set | several | several with weights      each is split in its own order:
+    data.paths   one set | several | several with weights      each is split by itself:
     set          |------ training ------|- validation -|- test, never read -|
 
 Splits are cut by tokens and moved to the beginning of a document if one is near; for Megatron's
@@ -73,7 +73,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Further validation text, whose loss is told by a name."""
+    """A further validation set, whose loss is reported under its name."""
 
     name: str
     text: Mixture
@@ -87,15 +87,15 @@ class RunData:
     train: Mixture
     validation: Mixture | None
     notes: tuple[str, ...] = ()
-    """What was found."""
+    """Facts about the data for the log."""
     warnings: tuple[str, ...] = ()
-    """What was left out of it."""
+    """Data that was left out, for the log."""
     sets: tuple[ValidationSet, ...] = ()
-    """What else it validates on."""
+    """Further validation sets."""
 
     @property
     def mixtures(self) -> list[Mixture]:
-        """All that is read."""
+        """Everything that the run reads."""
         main = [self.train] if self.validation is None else [self.train, self.validation]
         return [*main, *(one.text for one in self.sets)]
 
@@ -174,7 +174,7 @@ def open_set(path: str, *, in_memory: bool = False, rows: bool = False) -> OpenT
 
 
 def path_weights(paths: TokenPaths) -> tuple[float, ...] | None:
-    """The weights of token sets, if they are given."""
+    """The weights of token sets, if any are given."""
     return tuple(paths.values()) if isinstance(paths, dict) else None
 
 
@@ -184,7 +184,7 @@ def _whole(source: OpenTokenSet) -> DatasetSplit:
 
 
 def _split(source: OpenTokenSet, split: str, order: str) -> list[DatasetSplit]:
-    """The training split of a set, and the validation split if it has a share."""
+    """The training split of a set, and the validation split if its share is above 0."""
     shares, reader, rows = split_shares(split), source.reader, source.rows
     assert shares is not None, "the rules are checked when settings are loaded"
     if rows is None:
@@ -205,7 +205,7 @@ def _split(source: OpenTokenSet, split: str, order: str) -> list[DatasetSplit]:
 def _document_cut(reader: TokenReader, end: int, *, begin: int) -> int:
     """The document start nearest to a cut, or the cut itself if none is near.
 
-    A start is near if moving to it changes neither neighbour by more than half.
+    A start is near if moving the cut to it changes neither split by more than half.
     """
     if end == len(reader):
         return end
@@ -215,7 +215,7 @@ def _document_cut(reader: TokenReader, end: int, *, begin: int) -> int:
     return nearest if abs(nearest - end) <= room else end
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ checks
 
 
 def _require_training_windows(train: Sequence[DatasetSplit], sequence: int) -> None:
@@ -270,7 +270,7 @@ def _with_windows(
 
 
 def _smallest_holdout(split: DatasetSplit, sequence: int) -> str | None:
-    """For splits by rows: the split that holds out just enough, or why there is none."""
+    """For splits by rows: advice on the smallest split that suffices, or why there is none."""
     if split.source.rows is None:
         return None
     lengths = split.source.rows.lengths
@@ -291,7 +291,8 @@ def _require_same_tokenizer(
     *,
     where: str = "data.validation",
 ) -> None:
-    """Token files of other programs name no tokenizer; training proves those by their ids."""
+    """Refuse token sets of different tokenizers. Files of other programs do not name theirs and are
+    checked by their ids."""
     known = [
         (split.path, made_with, place)
         for splits, place in ((train, "data.paths"), (held, where))
@@ -314,8 +315,8 @@ def _require_same_tokenizer(
 
 
 def prove_tokenizer(tokenizer: Tokenizer, reader: TokenReader, *, where: str, remedy: str) -> None:
-    """Refuse a tokenizer that did not make the ids: by its fingerprint, or if none is recorded,
-    because ids lie outside its vocabulary."""
+    """Refuse a tokenizer that did not produce the ids: one with another fingerprint or, where none
+    is recorded, one whose vocabulary does not contain all ids."""
     made_with, size = reader.info.tokenizer, reader.info.vocab_size
     if made_with == tokenizer.fingerprint:
         return

@@ -6,8 +6,8 @@
 
 The key holds the fingerprints of the token sets, the settings that matter, and a version of the
 algorithm, so that changed content never meets an old index. An entry is written under a temporary
-name and renamed when complete. The first process builds while the others wait for the lock, then
-map what they find. On file systems without locks each process builds the same and the first to
+name and renamed when complete. The first process builds it while the others wait for the lock and
+then map it. On file systems without locks every process builds the same entry, and the first to
 finish wins. An entry with wrong checksums is built again.
 """
 
@@ -36,14 +36,14 @@ from gristmill.base.files import (
 )
 
 VERSION = 1
-"""Raised whenever an algorithm gives other arrays for the same key."""
+"""Increased whenever an algorithm produces different arrays for the same key."""
 
 Arrays = dict[str, np.ndarray]
 
 
 def cached(folder: Path | None, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays for a key, mapped from disk; built and written if they are not there intact.
-    Without a folder they are only built."""
+    """The arrays for a key, mapped from disk; built and written first if they are missing or
+    damaged. Without a folder they are only built."""
     if folder is None:
         return build()
     full = {"version": VERSION, **key}
@@ -54,7 +54,7 @@ def cached(folder: Path | None, key: Mapping[str, Any], build: Callable[[], Arra
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".building").open("a") as file:
-        # The kernel releases the lock if the process that builds dies.
+        # The kernel releases the lock if the building process dies.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         if _load(entry) is None:
@@ -96,7 +96,7 @@ def _store(entry: Path, key: Mapping[str, Any], arrays: Arrays) -> None:
             try:
                 os.rename(temporary, entry)
             except OSError:
-                # A damaged entry gives way; an intact one is by a process that could not lock.
+                # Replace a damaged entry; an intact one is from a process that could not lock.
                 if _load(entry) is None:
                     shutil.rmtree(entry, ignore_errors=True)
                     os.rename(temporary, entry)

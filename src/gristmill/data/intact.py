@@ -1,21 +1,21 @@
-"""Token files must be what was written, and stay as they were when a run opened them.
+"""Checks that token files are as they were written, and do not change while a run reads them.
 
-Ids that were damaged but still lie inside the vocabulary train without a sign, so every start
-compares all files of its token sets once with the checksums in their manifests:
+Damaged ids that still lie inside the vocabulary would go unnoticed in training, so every start
+compares all files of its token sets with the checksums in their manifests:
 
     up to 128 MiB   before the first step
     more            in a thread of low priority, at most 128 MiB in a second, while training runs
 
-An intact file is read to its end; the first damaged one ends the run. Until then a large set may
-have trained some steps on damaged tokens; to check block by block before each step would need a
-checksum for each block, which manifests do not have. One process of each node reads, since nodes
-may have copies of their own. Sets without a manifest have no checksums and are not compared.
+The first damaged file ends the run. With a large set, some steps may have trained on damaged tokens
+by then; checking each block before it is used would need a checksum per block, which manifests do
+not have. One process per node reads, since nodes may have copies of their own. Sets without a
+manifest have no checksums and are not compared.
 
-If a file is cut while it is memory-mapped, the next read beyond its end kills the process with
-SIGBUS; if it is written to, the data changes silently. So we note the size and modification time
-of every file when a set is opened and compare them before each step reads, at about a microsecond
-per file. Sets with many files are checked a few files per step, in turn. A change between the check
-and the read can still go unnoticed. Sets held in memory need no check.
+If a memory-mapped file is truncated, the next read beyond its end kills the process with SIGBUS; if
+it is overwritten, the data changes silently. So the size and modification time of every file are
+recorded when a set is opened and compared before the reads of each step, at about a microsecond per
+file. Sets with many files are checked a few files per step, in turn. A change between the check and
+the read can still go unnoticed. Sets in memory need no check.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from gristmill.tokens.format import COPY_AGAIN, FileFacts, file_of
 from gristmill.tokens.store import find_manifest
 
 AT_ONCE = 1 << 27
-"""Bytes that are compared before the first step."""
+"""The most bytes that are compared before the first step."""
 RATE = 1 << 27
-"""The most bytes that are read in a second while training runs."""
+"""The most bytes that are read per second while training runs."""
 _PIECE = 1 << 20
 _NICE = 19
 
@@ -54,10 +54,10 @@ class ContentCheck:
         self.damage: Problem | None = None
         """What is wrong with the first damaged file."""
         self.in_background = False
-        """Whether training runs meanwhile."""
+        """Whether training runs at the same time."""
         self._rate = rate
         self._stop = threading.Event()
-        # It must not keep a process alive that ends for another reason.
+        # It must not keep the process alive.
         self._thread = threading.Thread(target=self._compare, name="content check", daemon=True)
 
     @property
@@ -71,7 +71,7 @@ class ContentCheck:
         return not self._thread.is_alive()
 
     def start(self, *, at_once: int = AT_ONCE) -> None:
-        """Begin to compare; if there is little, wait for the result."""
+        """Start to compare; with little data, wait for the result."""
         self.in_background = self.bytes > at_once
         self._thread.start()
         if not self.in_background:
@@ -79,7 +79,7 @@ class ContentCheck:
             self.require_intact()
 
     def stop(self) -> None:
-        """Give up comparing, without waiting for it."""
+        """Stop comparing, without waiting for the thread."""
         self._stop.set()
 
     def require_intact(self) -> None:
@@ -90,7 +90,7 @@ class ContentCheck:
     def _compare(self) -> None:
         rate = self._rate if self.in_background else float("inf")
         if sys.platform == "linux" and self.in_background:
-            # Here, and only here, a priority belongs to a thread.
+            # Only on Linux does a priority belong to a single thread.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         started, read, buffer = time.monotonic(), 0, bytearray(_PIECE)
@@ -99,7 +99,7 @@ class ContentCheck:
             try:
                 with path.open("rb", buffering=0) as file:
                     while count := file.readinto(buffer):
-                        # Neither reading nor hashing holds Python's global lock.
+                        # Neither reading nor hashing holds the GIL.
                         digest.update(memoryview(buffer)[:count])
                         read += count
                         early = started + read / rate - time.monotonic()

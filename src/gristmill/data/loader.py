@@ -1,4 +1,4 @@
-"""Batches in sample order, read ahead by a thread.
+"""The data loader: batches in sample order, read ahead by a thread.
 
     samples n ... n + batch - 1       of the step that begins at sample n
 
@@ -6,11 +6,11 @@
     rank 0 | rank 1 | rank 2 ...      rank 0 | rank 1 | rank 2 ...     micro_batch samples each
 
 The loader keeps no state: `starting_at(progress)` computes the stream, and a ramped batch size,
-from the number of samples already consumed. While the batch ramps up there are fewer micro-batches,
-never smaller ones. Which samples form a step does not depend on how it is divided over ranks and
-micro-batches, so a run may resume with another number of either. Reading ahead hides the time of
-gathering. On a GPU, batches are written to pinned memory, so that the copy to the device overlaps
-with computation (torch reuses that memory for the next batch).
+from the number of samples already consumed. While the batch size ramps up, a step has fewer
+micro-batches, never smaller ones. Which samples form a step does not depend on how it is divided
+over ranks and micro-batches, so a run may resume with a different number of either. Reading ahead
+hides the time that reading takes. On a GPU, batches are written to pinned memory, so that the copy
+to the device overlaps with computation (torch reuses that memory for the next batch).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ READ_AHEAD = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """What the loader hands to the loss: B samples of T positions."""
+    """The input of model and loss: B samples of T positions."""
 
     tokens_BT: torch.Tensor
     targets_BT: torch.Tensor
     loss_weights_BT: torch.Tensor | None
-    """How much each target counts; None if all count one."""
+    """The weight of each target in the loss; None if all are 1."""
     loss_tokens: float
-    """Sum of the weights, known without asking the device."""
+    """Sum of the weights, known on the host."""
     positions_BT: torch.Tensor | None = None
     """Position of each token; None if that is its position in the sample."""
     documents_BT: torch.Tensor | None = None
@@ -53,7 +53,7 @@ class Batch:
     sources_B: torch.Tensor | None = None
     """The source of each sample, where losses are summed by source."""
     source_tokens_K: torch.Tensor | None = None
-    """The part of `loss_tokens` of each of K sources, likewise."""
+    """`loss_tokens` of each of K sources, where losses are summed by source."""
 
     @property
     def samples(self) -> int:
@@ -64,7 +64,7 @@ class Batch:
         return self.tokens_BT.numel()
 
     def sample(self, number: int) -> Batch:
-        """A batch of one of the samples. What counts over all of them is left as it is."""
+        """A batch of one of the samples; totals such as `loss_tokens` stay those of all samples."""
         of_samples: dict[str, Any] = {
             name: value[number : number + 1]
             for name, value in vars(self).items()
@@ -84,7 +84,7 @@ class Batch:
 
 # ------------------------------------------------------------------ documents of a sample
 #
-# What keeps the documents of one sample apart: attention, positions and weights. A mark stands
+# Attention, positions and weights can separate the documents of one sample. `doc_starts` marks
 # where a document begins inside a sample:
 #
 #     tokens      a b c . d e . f         . ends a text
@@ -103,7 +103,7 @@ class DocumentRules:
     """How document boundaries inside a sample are treated."""
 
     doc_starts: Literal["none", "files", "ids"] = "none"
-    """What says where documents start; none if nothing needs it."""
+    """Where document starts come from: the token files, end-of-text ids, or not needed."""
     attention: bool = False
     """Attention does not cross a boundary."""
     positions: bool = False
@@ -184,22 +184,23 @@ def make_batch(
 
 
 def _tensor(values: np.ndarray, dtype: torch.dtype, pin: bool) -> torch.Tensor:
-    """A tensor of its own, converted while it is copied."""
+    """A copy as a tensor of another type."""
     tensor = torch.empty(values.shape, dtype=dtype, pin_memory=pin)
     tensor.numpy()[...] = values
     return tensor
 
 
 class LoaderEffort:
-    """What a thread that makes batches spends its time on, in seconds so far."""
+    """The time that a loader thread has spent so far, in seconds by activity."""
 
     def __init__(self) -> None:
         self.computing = self.queued = self.blocked = 0.0
-        """On a core; ready, but without a core (where the system tells); waiting for storage."""
+        """Running on a core; ready but without a core (where the system reports that); waiting for
+        storage."""
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Count what this thread does meanwhile."""
+        """Add the time that this thread spends in the context."""
         began, computed, queued = time.monotonic(), time.thread_time(), _queued_seconds()
         yield
         computing, waited = time.thread_time() - computed, _queued_seconds() - queued
@@ -212,7 +213,8 @@ class LoaderEffort:
 
 
 def _queued_seconds() -> float:
-    """How long this thread was ready to run, but had no core; 0 where the system does not tell."""
+    """How long this thread was ready to run but had no core; 0 where the system does not report
+    it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -231,11 +233,11 @@ class Loader:
     ranks: int = 1
     pin: bool = False
     vocab: int | None = None
-    """Every id must be below this number; not checked if not given."""
+    """Every id must be below this number; None disables the check."""
     ramp: BatchRamp | None = None
-    """How the batch grows to its full size; constant if not given."""
+    """The batch-size ramp; None for a constant size."""
     notes_sources: bool = False
-    """Whether batches say which source each sample is from."""
+    """Whether batches record the source of each sample."""
     effort: LoaderEffort = field(default_factory=LoaderEffort, compare=False)
 
     def __post_init__(self) -> None:
@@ -246,15 +248,15 @@ class Loader:
 
     @property
     def batch(self) -> int:
-        """Samples of a step of the full size, over all ranks."""
+        """Samples in a step at the full batch size, over all ranks."""
         return self.micro_batch * self.accumulate * self.ranks
 
     def batch_at(self, first_sample: int) -> int:
-        """Samples of the step that begins with a sample, over all ranks."""
+        """Samples in the step that begins with this sample, over all ranks."""
         return self.batch if self.ramp is None else self.ramp.batch_at(first_sample)
 
     def step_batches(self, first_sample: int) -> list[Batch]:
-        """This rank's micro-batches of the step that begins with a sample."""
+        """This rank's micro-batches of the step that begins with this sample."""
         self.stream.check_files()
         end = first_sample + self.batch_at(first_sample)
         step = np.arange(first_sample, end, dtype=np.int64)
@@ -281,7 +283,7 @@ class Loader:
         ]
 
     def starting_at(self, progress: Progress) -> Generator[list[Batch]]:
-        """Micro-batches of one step after the other, read ahead."""
+        """The micro-batches of one step after another, read ahead."""
         ready: queue.Queue[list[Batch] | Exception] = queue.Queue(READ_AHEAD)
         done = threading.Event()
 
