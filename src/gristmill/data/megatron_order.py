@@ -14,13 +14,13 @@ If less than 0.8 of the last epoch's samples are needed, that epoch is separate:
 shuffled on their own and its samples come last. Rows are split into training, validation and test
 by position: split i ends at row round(f n), where f is the running sum of the shares.
 
-The permutations depend on the number of epochs and on whether the last is separate. A run that asks
-for enough additional samples to change these has another order from its first sample on. A run that
-reads beyond K samples starts the order again.
+The permutations depend on the number of epochs and on whether the last is separate. A run that
+requests enough additional samples to change either has a different order from its first sample on.
+A run that reads beyond K samples starts the order again.
 
-Megatron-DeepSpeed of BigScience, at its last version, keeps the last epoch separate up to 0.95, and
-rounds the size of each split by itself. What these are too many together, it takes off every
-boundary but the first.
+The last version of BigScience's Megatron-DeepSpeed keeps the last epoch separate up to 0.95, and
+rounds the size of each split by itself. If the sizes then add up to too many, it subtracts the
+excess from every boundary but the first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RowTable:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often the rows are visited for a number of samples."""
+    """How many epochs a number of samples takes."""
 
     number: int
     first_samples: int
@@ -129,7 +129,7 @@ def document_index(rows: range, epochs: EpochPlan, random: np.random.RandomState
     if epochs.last_separate:
         groups.append(numbers)
     for group in groups:
-        # The draws do not depend on the type, and numpy shuffles 8-byte items fastest.
+        # Draws do not depend on the dtype, and numpy shuffles 8-byte items fastest.
         random.shuffle(group)
     return np.concatenate([group.astype(np.int32) for group in groups])
 
@@ -189,7 +189,7 @@ class MegatronOrder:
 
     @property
     def epoch(self) -> int:
-        """All samples of the index: Megatron shuffles its epochs together."""
+        """All samples of the index, since Megatron shuffles its epochs together."""
         return len(self.shuffle)
 
     def spans(self, samples: np.ndarray) -> TokenSpans:

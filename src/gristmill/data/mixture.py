@@ -1,23 +1,23 @@
-"""Mixtures whose shares change over a run, and sources that may be read a number of times only.
+"""Mixtures whose weights change over a run, and sources with a maximum number of epochs.
 
     stages      web 0.8, code 0.2        | gradually to web 0.4, code 0.2, math 0.4 |
     segments    |------------------------|-----------------|------------------------|--> after the
                                                code is used up here                      run
 
-Sample i stands at place i p on a circle of M = 2^63 places, p about M / 1.618 and odd, and each
-source owns an arc. In a segment the length of every arc is a linear function of i, with whole
-numbers: constant, or growing or shrinking by the same number of places for each sample. So which
-source a sample comes from is arithmetic on i alone, and how many of its samples come before i is a
-count of the points below a line, a floor sum, which takes logarithmic time. Nothing is stored but
-the segments, however long the run, and every stretch of samples is very nearly in proportion.
+Sample i falls on place i p of a circle of M = 2^63 places, with p about M / 1.618 and odd, and each
+source owns an arc. Within a segment the length of every arc is a linear function of i in whole
+numbers: constant, or changing by the same number of places for each sample. So the source of a
+sample is arithmetic on i alone, and the number of that source's samples before i is a count of the
+points below a line, a floor sum, which takes logarithmic time. Only the segments are stored,
+however long the run, and any range of samples contains the sources very nearly in proportion.
 
-A source that has been read as often as it may be leaves its arc to the others, in proportion to
-theirs: a new segment begins with the first sample that it cannot give. That sample is found by
-bisection, with exact counts. In a stage that changes gradually, the others then go on in a straight
-line to the shares that they have at its end without that source.
+When a source reaches its limit, the others divide its arc in proportion to theirs: a new segment
+begins with the first sample that the source cannot provide, which is found by bisection with exact
+counts. In a gradual stage the others then change linearly to the weights that they have at its end
+without that source.
 
-After the last stage its shares stay, so that batches can be read ahead; when nothing is left then,
-limits count no longer.
+After the last stage its weights remain, so that batches can be read ahead. If every source is used
+up by then, limits no longer apply.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from gristmill.data.blend import floor_sum
 
 CIRCLE = 1 << 63
 STEP = 0x4F1BBCDCBFA53E0B
-"""Near the golden section of the circle, and odd."""
+"""The step between samples on the circle: odd, and near the golden section."""
 _FOREVER = 1 << 62
-"""Samples that no run comes to."""
+"""More samples than any run has."""
 _WORD = 1 << 64
 
 Shares = Sequence[Fraction]
@@ -51,15 +51,15 @@ class Segment:
 
     begin: int
     arcs: tuple[int, ...]
-    """The places that each source owns at the first sample; the whole circle together."""
+    """The places that each source owns at the first sample; they add up to the circle."""
     slopes: tuple[int, ...]
-    """How many it gains with every sample; nothing together."""
+    """How many places each source gains with every sample; they add up to 0."""
 
     @classmethod
     def between(cls, begin: int, samples: int, first: Shares, last: Shares) -> Segment:
-        """From some shares to others over so many samples."""
+        """A segment that changes from one set of shares to another over so many samples."""
         arcs, ends = _arcs(first), _arcs(last)
-        # Rounded towards zero, so that no arc can shrink below nothing.
+        # Rounded towards zero, so that no arc becomes negative.
         slopes = [
             abs(end - arc) // samples * (1 if end > arc else -1)
             for arc, end in zip(arcs, ends, strict=True)
@@ -71,7 +71,7 @@ class Segment:
         return cls(begin, tuple(arcs), tuple(slopes))
 
     def counts(self, end: int) -> list[int]:
-        """Samples of each source from the first one up to `end`, which is not among them."""
+        """Samples of each source in the segment before sample `end`."""
         count, start = end - self.begin, STEP * self.begin
         whole = floor_sum(count, CIRCLE, STEP, start)
         # Place x lies below a border if floor((x - border) / M) is one less than floor(x / M).
@@ -105,7 +105,7 @@ class Segment:
 
 
 def _arcs(shares: Shares) -> list[int]:
-    """Shares that add up to one as places; what rounding leaves goes to the largest."""
+    """Shares that add up to one, in places; the largest gets the rounding error."""
     arcs = [int(share * CIRCLE) for share in shares]
     arcs[max(range(len(arcs)), key=lambda source: arcs[source])] += CIRCLE - sum(arcs)
     return arcs
@@ -148,17 +148,17 @@ class Staged:
 
 @dataclass(frozen=True)
 class RunDry:
-    """A source that has been read as often as it may be."""
+    """A source that has reached its limit."""
 
     source: int
     sample: int
-    """The first sample that it could not give."""
+    """The first sample that it could not provide."""
     stage: int
 
 
 @dataclass(frozen=True)
 class MixturePlan:
-    """What the stages and limits of a run come to."""
+    """The mixture of a run, worked out from its stages and limits."""
 
     blend: Staged
     stages: tuple[Stage, ...]
@@ -173,8 +173,8 @@ class MixturePlan:
 def plan_mixture(
     stages: Sequence[Stage], limits: Sequence[int | None], *, names: Sequence[str]
 ) -> MixturePlan:
-    """Follow the stages, with so many samples of each source at most; refuses stages in which
-    nothing is left to read."""
+    """Plan the stages, with at most `limits` samples of each source. Refuses stages in which every
+    source is used up."""
     planner = _Planner(limits, names)
     for number, stage in enumerate(stages):
         before = stages[number - 1].weights if stage.gradual else stage.weights
@@ -194,8 +194,8 @@ class _Planner:
         self.dry = list[RunDry]()
 
     def follow(self, stage: int | None, begin: int, end: int, first: Shares, last: Shares) -> None:
-        """Plan the samples `begin` to `end`, which go from some shares to others. Without a stage
-        they come after the run."""
+        """Plan the samples `begin` to `end`, whose shares change from `first` to `last`. A stage of
+        None is the time after the run."""
         while begin < end:
             left, aim = self._left(first), self._left(last)
             if left is None and aim is None:
@@ -204,7 +204,7 @@ class _Planner:
                 self.limits, first = [None] * len(self.limits), last
                 self.dry.clear()
                 continue
-            # Where nothing is left of one side, the shares of the other stay.
+            # If all sources of one end are used up, the shares of the other apply throughout.
             left, aim = left or aim, aim or left
             assert left is not None and aim is not None
             segment = Segment.between(begin, end - begin, left, aim)
@@ -218,14 +218,14 @@ class _Planner:
             first, begin = segment.shares_at(stop), stop
 
     def _left(self, shares: Shares) -> list[Fraction] | None:
-        """Shares without the sources that are used up; None if nothing is left."""
+        """The shares of sources that are not used up; None if all are."""
         used_up = {one.source for one in self.dry}
         kept = [Fraction(0) if number in used_up else one for number, one in enumerate(shares)]
         total = sum(kept)
         return [share / total for share in kept] if total else None
 
     def _first_unmet(self, segment: Segment, end: int) -> tuple[int, int | None]:
-        """The first sample that a source cannot give, and the source; `end` if all can."""
+        """The first sample that a source cannot provide, and the source; `end` if all can."""
         stop, dry, used_up = end, None, {one.source for one in self.dry}
         whole = segment.counts(end)
         for source, limit in enumerate(self.limits):
@@ -255,26 +255,26 @@ class _Planner:
 
 
 def _exact(weights: Sequence[float]) -> list[Fraction]:
-    """Shares that add up to one exactly."""
+    """Weights as fractions that add up to exactly one."""
     fractions = [Fraction(weight) for weight in weights]
     return [weight / sum(fractions) for weight in fractions]
 
 
 def and_list(words: Sequence[str]) -> str:
-    """Words as a list in a sentence."""
+    """Words joined as in a sentence: "a, b and c"."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-# ------------------------------------------------------------------ what a run knows about its plan
+# ------------------------------------------------------------------ comparing and describing plans
 
 
 def plan_identity(plan: MixturePlan) -> list[list[Any]]:
-    """What decides the order of the samples, as plain numbers."""
+    """Plain numbers that determine the order of the samples."""
     return [[one.begin, list(one.arcs), list(one.slopes)] for one in plan.blend.segments]
 
 
 def same_until(one: Any, other: Any, samples: int) -> bool:
-    """Whether two plans, as plain numbers, mix the first samples in the same way."""
+    """Whether two plans, given by `plan_identity`, agree on the first samples."""
     if one is None or other is None:
         return samples == 0 or one is other
     return [part for part in one if part[0] < samples] == [
@@ -285,8 +285,8 @@ def same_until(one: Any, other: Any, samples: int) -> bool:
 def describe_plan(
     plan: MixturePlan, names: Sequence[str], epochs: Sequence[int], *, step_of: Callable[[int], int]
 ) -> list[str]:
-    """What is read in every stage, a line each. `epochs`: samples of each source that visit it
-    once; `step_of`: the step of a sample."""
+    """One line per stage with the samples that it reads. `epochs`: samples of each source in one
+    epoch; `step_of`: the step that trains on a sample."""
     lines = []
     for number, stage in enumerate(plan.stages):
         before, after = plan.blend.taken(stage.begin), plan.blend.taken(stage.end)
@@ -317,8 +317,8 @@ def plan_warnings(
     step_of: Callable[[int], int],
     since: int = 0,
 ) -> list[str]:
-    """Which sources run dry, or are read again without a limit that says how often, from a sample
-    of the run on."""
+    """Warnings about sources that run dry or, without a limit, are repeated, from sample `since`
+    on."""
     found = list[tuple[int, str]]()
     for number, one in enumerate(plan.dry):
         used_up = {other.source for other in plan.dry[: number + 1]}

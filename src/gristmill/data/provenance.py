@@ -1,9 +1,9 @@
-"""From samples of a run to documents, and from places in token sets to samples.
+"""Which documents a sample consists of, and which samples contain a place of a token set.
 
     sample --blend, index--> spans of a token set --document_starts--> documents
 
-The way back is found by walking through the samples: their orders have no inverse that would hold
-for all of them, and a hundred million samples take some seconds.
+The reverse direction scans the samples, since not every order has an inverse. A hundred million
+samples take some seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gristmill.data.sampling import TokenSpans
 from gristmill.data.stream import OpenTokenSet, SampleStream
 
 _AT_ONCE = 1 << 16
-"""Samples that are looked through at a time."""
+"""Samples that are scanned at a time."""
 
 
 @dataclass(frozen=True)
 class DocumentPart:
-    """What a sample has of one document."""
+    """The part of a document that is in a sample."""
 
     tokens: OpenTokenSet
     document: int
@@ -31,7 +31,7 @@ class DocumentPart:
     """The position of its first token in the set."""
     count: int
     offset: int
-    """Where in its document it begins, in tokens."""
+    """Its offset in the document, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TokenPlace:
     """A range of a token set."""
 
     number: int
-    """Of the set, among those of the run."""
+    """The number of the set in the run."""
     begin: int
     end: int
 
@@ -47,8 +47,8 @@ class TokenPlace:
 def spans_of(
     stream: SampleStream, samples: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray, TokenSpans]]:
-    """The spans of samples that lie close together, by set: its number, which of the samples they
-    are, and their spans."""
+    """For each set: its number, which of the samples come from it, and their spans. The samples
+    should be close together."""
     if stream.blend is None:
         yield 0, samples, stream.indices[0].spans(samples)
         return
@@ -59,7 +59,7 @@ def spans_of(
 
 
 def documents_of(stream: SampleStream, sample: int) -> list[DocumentPart]:
-    """What a sample consists of, in its order."""
+    """The documents of a sample, in order."""
     ((number, _, spans),) = spans_of(stream, np.array([sample]))
     tokens, found = stream.sets[number], list[DocumentPart]()
     starts = tokens.reader.document_starts
@@ -82,8 +82,8 @@ def samples_with(
     samples: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[tuple[int, int]]:
-    """Which of the first samples of a run contain a whole place: the number of the place, and of
-    the sample."""
+    """Pairs of the number of a place and that of a sample which contains all of it, among the first
+    samples of a run."""
     by_set: dict[int, list[int]] = {}
     for place, where in enumerate(places):
         by_set.setdefault(where.number, []).append(place)
@@ -113,7 +113,7 @@ def samples_with(
 
 
 def _sample_of(span: int, spans: TokenSpans, samples: int, length: int) -> int:
-    """Which of the samples a span belongs to: all are equally long."""
+    """The sample that a span belongs to; all samples have the same length."""
     if len(spans.counts) == samples:
         return span
     return int(spans.counts[:span].sum()) // length

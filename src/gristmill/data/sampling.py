@@ -1,24 +1,25 @@
-"""Which tokens form sample i: a pure function of the seed, so that resuming is only arithmetic.
+"""Sample orders: which tokens form sample i, a pure function of the seed and i.
 
-A range of a token set is read in samples of T + 1 tokens: T inputs, and the same shifted by one as
-targets. Samples are numbered from 0 without end; an index maps the number to the spans that form
-the sample, end to end. In these orders a sample is one span, a window:
+So resuming needs no saved state. A range of a token set is read in samples of T + 1 tokens: T
+inputs, and the same shifted by one as targets. Samples are numbered from 0 without end; an index
+maps a number to the spans of tokens that form the sample, end to end. In these orders a sample is a
+single span, a window:
 
     shuffled     sample i is window p(i mod m) of epoch i div m, where each epoch cuts the text into
                  m windows at a random offset and p is that epoch's random permutation
     random       sample i starts at hash(seed, i) modulo the number of possible starts
-    sequential   sample i is window i mod m of the text as it stands; neighbours share one token
+    sequential   sample i is window i mod m of the text in file order; neighbours share one token
 
-The fourth order, Megatron's, is in `megatron_order`. Conversations are packed into samples, so that
-little of a sample is padding, and a sample is several spans:
+The fourth order, Megatron's, is in `megatron_order.py`. Conversations are packed into samples to
+keep padding small, and a sample consists of several spans:
 
     sample 0   | conversation 7                        | conversation 2  | pad |
     sample 1   | conversation 0         | conversation 5     | conversation 9  |
 
-The longest conversations are placed first, each into the sample with the least room that is enough
-for it (best fit, decreasing). One that is longer than a sample is cut at its end; what has nothing
-left to learn then is left out. Every conversation is in exactly one sample. Samples are visited in
-an order that each epoch draws anew.
+The longest conversations are placed first, each into the sample with the least room that suffices
+(best-fit decreasing). One that is longer than a sample is truncated, and dropped if no answer is
+left. Every other conversation is in exactly one sample. Each epoch visits the samples in a new
+random order.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class TokenSpans:
 
 
 class SampleIndex(Protocol):
-    """Maps sample numbers to tokens."""
+    """Maps sample numbers to spans of tokens."""
 
     @property
     def epoch(self) -> int:
-        """Samples that visit the whole text once."""
+        """Samples in one epoch."""
         ...
 
     def spans(self, samples: np.ndarray) -> TokenSpans:
@@ -80,14 +81,14 @@ class Windows(abc.ABC):
 
 
 class _EpochOrder:
-    """An order that is drawn anew for each epoch. The newest is kept: 8 bytes for each sample."""
+    """A random order for each epoch. The newest is cached: 8 bytes per sample."""
 
     def __init__(self, size: int, draw: Callable[[int], np.ndarray]) -> None:
         self._size, self._draw = size, draw
         self._newest = (-1, np.empty(0, np.int64))
 
     def at(self, samples: np.ndarray) -> np.ndarray:
-        """What the order has at the places of some samples, which are numbered without end."""
+        """The items at the positions of some samples, which are numbered without end."""
         epochs, places = np.divmod(samples, self._size)
         result = np.empty(len(samples), np.int64)
         for epoch in np.unique(epochs).tolist():
@@ -139,14 +140,14 @@ class RandomWindows(Windows):
 
 @dataclass(frozen=True)
 class SequentialWindows(Windows):
-    """The text from beginning to end, over and over."""
+    """The text from beginning to end, repeatedly."""
 
     def starts(self, samples: np.ndarray) -> np.ndarray:
         return self.tokens.start + samples.astype(np.int64) % self.epoch * self.sequence
 
 
 def spread_samples(count: int, *, most: int) -> np.ndarray:
-    """The numbers of up to `most` of so many samples, spread evenly over them."""
+    """Up to `most` sample numbers, spread evenly over `count` samples."""
     return np.linspace(0, count, min(most, count), endpoint=False).astype(np.int64)
 
 
@@ -158,7 +159,7 @@ class Packing:
     """Which spans of a token set form each sample, padding included."""
 
     firsts: np.ndarray
-    """The number of each sample's first span, and that of all spans at the end."""
+    """The number of each sample's first span, followed by the number of spans."""
     begins: np.ndarray
     counts: np.ndarray
 
@@ -175,13 +176,13 @@ class Packing:
 
 
 class PackingCounts(NamedTuple):
-    """What became of the conversations of a split."""
+    """Statistics on the conversations of a split."""
 
     conversations: int
     cut: int
-    """How many of them lose part of an answer."""
+    """Conversations that lose part of an answer."""
     dropped: int
-    """How many of them have no answer before their end is cut off."""
+    """Conversations that have no answer left after truncation."""
     tokens: int
     """Ids in samples, without padding."""
     loss_tokens: int
@@ -191,15 +192,15 @@ class PackingCounts(NamedTuple):
 def pack(
     starts: np.ndarray, loss_mask: np.ndarray, *, length: int, padding: int, together: bool
 ) -> tuple[Packing, PackingCounts]:
-    """Pack the conversations between `starts` into samples of `length` ids, or with `together` off
-    give each a sample of its own. `padding` is the position of `length` ids to fill samples with.
-    Ids after the last one to learn are not needed and take no room."""
+    """Pack the conversations between `starts` into samples of `length` ids; without `together` each
+    gets a sample of its own. `padding` is the position of `length` ids of padding. Ids after the
+    last one in the loss mask are left out."""
     begins, ends = starts[:-1], starts[1:]
     limits = np.minimum(ends, begins + length)
     before = np.concatenate(([0], np.cumsum(loss_mask, dtype=np.int64)))
     places = np.flatnonzero(loss_mask)
     kept = before[limits] > before[begins]
-    # The last id to learn before each limit; meaningless where there is none.
+    # The last id in the loss mask before each limit.
     last = places[before[limits][kept] - 1] if kept.any() else np.empty(0, np.int64)
     counts = np.zeros(len(begins), np.int64)
     counts[kept] = last + 1 - begins[kept]
@@ -253,7 +254,7 @@ def _best_fit(sizes: np.ndarray, length: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PackedInOrder:
-    """Packed samples one after the other, over and over."""
+    """Packed samples in order, repeatedly."""
 
     packing: Packing
 
@@ -267,7 +268,7 @@ class PackedInOrder:
 
 @dataclass(frozen=True)
 class PackedShuffled:
-    """Packed samples, every one once in each epoch, in an order of its own."""
+    """Packed samples, each once per epoch, in a random order."""
 
     packing: Packing
     seed: int

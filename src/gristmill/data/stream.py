@@ -1,10 +1,10 @@
-"""The samples of a run: those of one token set in its order, or of several sets mixed.
+"""The samples of a run, from one token set or from a blend of several.
 
     sample i  --blend-->  set s, its sample n  --index-->  spans of set s  --gather-->  T + 1 ids
 
-Single windows are gathered in one call, as rows of a sliding view; spans of documents one by one,
-or if they are very short by the positions of all their tokens. With 16-bit ids this takes about
-1 ns per token for windows, 2 for spans of 500 tokens and 12 for those of 32.
+Windows are gathered in one call, as rows of a sliding view; spans of documents one by one or, if
+they are very short, by the positions of all their tokens. With 16-bit ids this takes about 1 ns per
+token for windows, 2 for spans of 500 tokens and 12 for those of 32.
 
 Ids outside the model's vocabulary are refused here, before they reach a device: on a GPU they would
 end the process with an assertion that names neither file nor position.
@@ -29,14 +29,14 @@ _SHORT = 128
 
 @dataclass(frozen=True)
 class Samples:
-    """Ids of samples, and where documents begin in them if requested."""
+    """The ids of samples and, if requested, where documents begin in them."""
 
     ids_BS: np.ndarray
     doc_starts_BS: np.ndarray | None
     loss_mask_BS: np.ndarray | None = None
-    """Which ids count in the loss when they are predicted; None if all do."""
+    """Which ids count in the loss as targets; None if all do."""
     sources_B: np.ndarray | None = None
-    """Which of several sets each sample is from; None if there is only one."""
+    """The set of each sample; None if there is only one."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class OpenTokenSet:
     ids: np.ndarray | None
     """All ids as one array, mapped or in memory; None for a set of several files."""
     watch: TokenFileWatch
-    """Watches no files if the ids are in memory."""
+    """Detects changes of the files; it has none if the ids are in memory."""
     rows: RowTable | None = None
     """The rows of the set, for Megatron's order."""
     loss_mask: np.ndarray | None = None
-    """For each id, whether it counts in the loss; None if all do. Only of sets in memory."""
+    """Whether each id counts in the loss; None if all do. For sets in memory only."""
 
     def read(
         self, spans: TokenSpans, *, length: int, doc_starts: bool, vocab: int | None = None
@@ -73,7 +73,7 @@ class OpenTokenSet:
         return Samples(ids_BS, found, loss_mask_BS)
 
     def _outside(self, ids: np.ndarray, spans: TokenSpans, *, vocab: int) -> DataError:
-        """Names the first id outside the vocabulary, and where it is."""
+        """The error for the first id outside the vocabulary, with its position."""
         first = int(np.flatnonzero((ids < 0) | (ids >= vocab))[0])
         ends = np.cumsum(spans.counts)
         span = int(np.searchsorted(ends, first, side="right"))
