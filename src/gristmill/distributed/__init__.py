@@ -1,1 +1,1 @@
-"""The processes of a run: devices, process groups, messages between them, and who is alive."""
+"""The processes of a run: devices, process groups, control messages and failure detection."""

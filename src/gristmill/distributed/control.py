@@ -1,8 +1,8 @@
 """Control messages between the processes of a run: small JSON values over gloo.
 
 Gradients and activations use their own process groups on the device network. A control group
-carries small messages and belongs to one thread; background threads have their own. With one
-process nothing is sent.
+carries small messages and belongs to one thread; background threads have groups of their own. With
+a single process nothing is sent.
 
 If one process raises a UserError, all processes raise it together, so that none waits for the
 others.
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from gristmill.base.errors import Exit, Problem, UserError
 
 _POLL = 0.002
-"""Seconds between two looks at a collective that can be interrupted."""
+"""Seconds between two checks of a collective that can be interrupted."""
 
 
 class RefusedError(UserError):
@@ -32,8 +32,8 @@ class RefusedError(UserError):
 
 
 class ControlGroup:
-    """All processes of a run; `group` is a gloo group, None for a single process. `interrupt` is
-    called while waiting, and raises if that no longer makes sense."""
+    """Messages between all processes of a run; `group` is a gloo group, None for a single process.
+    `interrupt` is called while waiting, and raises to stop that."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class ControlGroup:
         return [_decoded(text, length) for text, length in zip(texts, lengths, strict=True)]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value, by rank, on rank 0; an empty list on the others. For values that
-        may be long."""
+        """Every process's value, by rank, on rank 0; an empty list on the others. Suits long
+        values."""
         if self.group is None:
             return [value]
         padded, lengths = self._padded(value)
@@ -108,7 +108,7 @@ class ControlGroup:
         wait_for(work, self.interrupt, group=self.group)
 
     def _padded(self, value: Any) -> tuple[torch.Tensor, list[int]]:
-        """A value as bytes, padded to the longest of all processes, and the lengths of all."""
+        """A value as bytes, padded to the longest of any process, and the lengths of all."""
         text = _encoded(value)
         lengths = torch.zeros(self.size, dtype=torch.int64)
         counted = torch.tensor([len(text)])
@@ -119,7 +119,7 @@ class ControlGroup:
         return padded, lengths.tolist()
 
     def _raise_failures(self, failure: dict[str, Any] | None, defect: Exception | None) -> None:
-        """Raise on all processes what went wrong on any of them."""
+        """Raise on all processes if any of them failed."""
         if not self.any(failure is not None):
             return
         failures = self.all_gather(failure)
@@ -129,8 +129,8 @@ class ControlGroup:
 
 
 UNFINISHED: list[tuple[dist.Work, dist.ProcessGroup | None]] = []
-"""Collectives under way, also those that nobody waits for any more. Their groups must live as long:
-to destroy one waits, with the interpreter's lock, for what is under way in it."""
+"""Unfinished collectives, including abandoned ones. They keep their groups alive: destroying a
+group waits for its collectives while it holds the GIL."""
 
 
 def wait_for(
@@ -139,7 +139,7 @@ def wait_for(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Wait for a collective of a group, unless there is reason not to."""
+    """Wait for a collective of a group, unless `interrupt` raises."""
     assert work is not None, "this process is a member of the group"
     if interrupt is not None:
         entry = (work, group)
@@ -161,7 +161,7 @@ def _decoded(text: torch.Tensor, length: int) -> Any:
 
 
 def _tried(act: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None, Exception | None]:
-    """The result of a call, or its failure as JSON, with the exception if it is a defect."""
+    """The result of a call, or its failure as JSON, with the exception if it is a bug."""
     try:
         return act(), None, None
     except UserError as error:
@@ -187,7 +187,7 @@ def _joined(failures: Sequence[dict[str, Any] | None]) -> UserError:
             return UserError(f"rank {rank} failed: {failure['defect']}", exit=Exit.PEER)
     rank, failure = next(iter(failed.items()))
     problems = [Problem(*values) for values in failure["refused"]]
-    # What all ranks report alike is the fault of none.
+    # If all ranks report the same, it is not the fault of one.
     if any(one is None or one["refused"] != failure["refused"] for one in failures):
         others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
         who = f"rank {rank} on {failure['host']}{others}"

@@ -48,7 +48,7 @@ class Device:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether bf16 is its fast format."""
+        """Whether bf16 is fast on the device."""
         return has_bf16(self.torch_device)
 
     @property
@@ -58,7 +58,7 @@ class Device:
 
     @property
     def is_async(self) -> bool:
-        """Whether the host runs ahead of the device."""
+        """Whether the device computes asynchronously, so that the host runs ahead."""
         return self.kind == "cuda"
 
     @property
@@ -95,7 +95,7 @@ class Device:
         return Mark(self)
 
     def free_memory(self) -> int | None:
-        """This process's share of the free device memory, in bytes; None for devices that use host
+        """This process's share of the free device memory in bytes; None for devices that use host
         memory."""
         return self._share_of_memory()[0] if self.kind == "cuda" else None
 
@@ -110,7 +110,7 @@ class Device:
         sharers = self.sharers or 1
         if sharers == 1:
             return free, total
-        # What this process has is its own; what it may still get is also limited by the others.
+        # This process keeps what it has allocated; the rest is also limited by the others.
         own = torch.cuda.memory_reserved(self.torch_device)
         return max(0, min(free, total // sharers - own)), total // sharers
 
@@ -124,8 +124,8 @@ class Device:
         return peak if sys.platform == "darwin" else 1024 * peak
 
     def measured_memory(self, *, processes: int = 1) -> MeasuredMemory | None:
-        """What the device says about its memory; None where nothing is known. A host is shared by
-        `processes` like this one."""
+        """The device's memory statistics; None where there are none. The memory of a host is shared
+        by `processes`."""
         if self.kind == "cuda":
             free, total = self._share_of_memory()
             return MeasuredMemory(
@@ -155,8 +155,8 @@ class Device:
         return MatrixRate(products * 2 * size**3 / min(times), size, "bf16" if on_gpu else "fp32")
 
     def peak_flops(self, compute: str, *, tf32: bool) -> float | None:
-        """Peak FLOP/s of matrix products in a number format, of which a process that shares the
-        device has its part; None for an unknown device."""
+        """Peak FLOP/s of matrix products in a number format, divided by the processes that share
+        the device; None for an unknown device."""
         peak = peak_flops(self.name, "tf32" if compute == "fp32" and tf32 else compute)
         return None if peak is None else peak / (self.sharers or 1)
 
@@ -197,13 +197,13 @@ def select_device(asked: str) -> torch.device:
             where="runtime.device",
             remedy=f'available: {", ".join(usable)}; "auto" takes the best',
         )
-    # On CPUs without bf16 instructions torch computes with others, and prints a page about it.
+    # On CPUs without bf16 instructions torch falls back to others, and prints long warnings.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     return torch.device(usable[0] if asked == "auto" else asked)
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether bf16 is the fast format of a device: of NVIDIA's GPUs since Ampere, of AMD's too."""
+    """Whether bf16 is fast on a device: on NVIDIA's GPUs since Ampere, and on AMD's."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -220,7 +220,7 @@ class MatrixRate:
 
 
 def free_unused(device: Device) -> None:
-    """Give memory back that nothing refers to any more."""
+    """Free memory that is no longer referenced."""
     gc.collect()
     if device.kind == "cuda":
         torch.cuda.empty_cache()
@@ -231,7 +231,7 @@ def memory_explained(
     hint: str, explain: Callable[[str], UserError | None] | None = None
 ) -> Iterator[None]:
     """Turn an out-of-memory error of the device or of the host into a UserError with advice.
-    `explain` makes one that says more; the plain one takes its place if it cannot."""
+    `explain` returns a more detailed error, or None to use the plain one."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -242,15 +242,15 @@ def memory_explained(
 
 
 def _explained(what: str, explain: Callable[[str], UserError | None] | None) -> UserError | None:
-    """What else there is to say. It may need memory too, or meet settings that it does not know:
-    the first error is the one to report."""
+    """The detailed error, if `explain` succeeds. It may run out of memory too, or fail on unknown
+    settings; the original error is then the one to report."""
     with contextlib.suppress(Exception):
         return None if explain is None else explain(what)
     return None
 
 
 def _too_little_memory(error: Exception) -> str | None:
-    """What an out-of-memory error says; None for any other error."""
+    """The message of an out-of-memory error; None for any other error."""
     words = (str(error).splitlines() or ["an allocation failed"])[0]
     if isinstance(error, torch.OutOfMemoryError):
         return f"the device has too little memory: {words}"

@@ -1,8 +1,8 @@
 """Turns errors of NCCL and Gloo into user errors with a remedy.
 
-Such an error is not a bug: a process was lost, a device or a link failed, or the nodes are set up
-wrongly. The monitor first looks for another process that caused the error
-(`liveness/monitor.py`); errors without a known cause are explained here.
+Such an error is not a bug: a process was lost, a device or a link failed, or the nodes are not
+configured correctly. The monitor first looks for another process that caused the error
+(`liveness/monitor.py`); errors without such a cause are explained here.
 
 Only errors whose message matches a known pattern are explained; others are left unchanged.
 """
@@ -108,7 +108,8 @@ _MAX_MESSAGE = 200
 
 
 def explain_failure(error: BaseException) -> UserError | None:
-    """The user error for a failed collective, also among the causes; None for any other error."""
+    """The user error for an error, or one of its causes, that is a failed collective; None for any
+    other error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RuntimeError) and (explanation := _explain(str(cause))):
@@ -132,7 +133,7 @@ def _explain(message: str) -> UserError | None:
             exit=Exit.PEER,
         )
     if "nccl" in text.lower():
-        # Only the text of the message shows that it comes from NCCL.
+        # Only the message shows that the error comes from NCCL.
         failure = next((known for known in _NCCL if re.search(known.pattern, text)), None)
     else:
         failure = _GLOO if re.search(_GLOO.pattern, text, re.IGNORECASE) else None

@@ -4,8 +4,8 @@
       when the call begins                       in `wait`, on the current stream
 
 NCCL refuses two processes on one GPU, and gloo supports some collectives only for tensors on the
-host. Therefore all collectives of GPU tensors are staged, with the same sums as on the CPU. Other
-code does not notice: strategies, torch's FSDP and its pipelines call the group like any other.
+host. So all collectives of GPU tensors are staged, with the same sums as on the CPU. This is
+transparent to callers: strategies, torch's FSDP and its pipelines use the group like any other.
 Tensors on the host are passed to gloo directly.
 
 A call waits for earlier work on the GPU and returns while the collective runs. As with NCCL, inputs

@@ -1,8 +1,8 @@
 """The processes of a run: rendezvous, devices and process groups.
 
-Tensors are exchanged in the process group of a mesh axis, or of several axes together. Groups are
+Collectives run in the process group of one mesh axis, or of several axes combined. Groups are
 identified by purpose and members. Only members take part in creating a group, so a group that some
-ranks create cannot hang the others, and startup time does not grow with the world.
+ranks create cannot hang the others, and startup time does not grow with the world size.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from gristmill.distributed.device import STAGED, Device, select_device
 from gristmill.distributed.staged import register_staged
 
 MARGIN = 60
-"""Seconds that collectives wait beyond the configured limit, so that the monitor ends the run first
-and can name the process to blame."""
+"""Seconds by which the timeout of collectives exceeds the configured limit, so that the monitor
+ends the run first and can name the rank at fault."""
 MOST_THREADS = 1024
-"""CPU threads that a process may ask for on a machine with few cores."""
+"""CPU threads that a process may use even on a machine with fewer cores."""
 
 
 _NUMBERS = itertools.count()
-"""Tells groups of one run from those of the next in the same processes."""
+"""Distinguishes the groups of successive runs in the same processes."""
 
 
 @contextlib.contextmanager
 def _group_name(text: str) -> Iterator[None]:
-    """The name by which members of a group that is created now find each other. Torch would name it
-    after its ranks and the number of groups that a process has already: processes of which some
-    belong to more groups than others would then wait for each other for ever."""
+    """The name under which the members of a new group find each other. Torch would derive it from
+    the ranks and the number of groups that a process already has; where some processes belong to
+    more groups than others, the names would differ and the members would wait for ever."""
     torch_name = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: sha1(text.encode()).hexdigest()
     try:
@@ -73,7 +73,8 @@ class Groups:
         self._number = next(_NUMBERS)
 
     def along(self, *axes: str) -> dist.ProcessGroup | None:
-        """The processes that differ from this one only on these axes; None if there are none."""
+        """The group of the processes that differ from this one only on these axes; None if there
+        are none."""
         return self.of(self.mesh.group(self.rank, *axes))
 
     def of(
@@ -115,11 +116,11 @@ class World:
     mesh: Mesh = field(default_factory=Mesh)
     groups: Groups = field(default_factory=lambda: Groups(Mesh(), 0))
     devices: Mesh | None = None
-    """The mesh of devices, if a process drives several."""
+    """The mesh of devices, if each process drives several."""
 
     @property
     def layout(self) -> Mesh:
-        """How the run is divided over devices: as over processes, unless these drive several."""
+        """The mesh of devices, which is that of processes unless each drives several."""
         return self.devices or self.mesh
 
     @property
@@ -146,7 +147,7 @@ class World:
         return self.at["dp_replicate"] * self.mesh.dp_shard + self.at["dp_shard"]
 
     def control_group(self, purpose: str, *, timeout: float | None = None) -> ControlGroup:
-        """A control group of all processes, for one thread; the default timeout is that of
+        """A control group of all processes, for use by one thread. The default timeout is that of
         collectives in a step."""
         longer = None if timeout is None else timedelta(seconds=timeout + MARGIN)
         ranks = list(range(self.mesh.processes))
@@ -165,9 +166,9 @@ def open_world(
     device: Device | None = None,
     devices: Mesh | None = None,
 ) -> World:
-    """Set up this process: device, threads, TF32, determinism and process groups. `mesh` is that of
-    the processes. If each of them drives several devices, `device` stands for those of this one,
-    and `devices` is the mesh of all."""
+    """Set up this process: device, threads, TF32, determinism and process groups. `mesh` is the
+    mesh of processes. If each process drives several devices, `device` represents those of this
+    one, and `devices` is the mesh of all devices."""
     mesh, place = mesh or Mesh(), place or ProcessInfo()
     parallel = parallel or ParallelConfig()
     share = parallel.share_gpu
@@ -192,9 +193,9 @@ def open_device(
     share: bool = False,
     spread: bool = False,
 ) -> Device:
-    """Set up this process's device, or the one that is given: threads, TF32 and determinism.
-    `share`: whether several processes use one GPU. `spread`: they may where there are fewer GPUs,
-    since they exchange nothing on them."""
+    """Set up this process's device, or the given one: threads, TF32 and determinism. `share`:
+    whether several processes use one GPU. `spread`: they may do so where there are fewer GPUs than
+    processes, since they do not communicate on them."""
     if device is None:
         chosen = select_device(config.device)
         device = Device(chosen)
@@ -223,10 +224,10 @@ def _require_threads(threads: int) -> None:
 
 
 def _choose_gpu(place: ProcessInfo, *, share: bool = False, spread: bool = False) -> Device:
-    """The GPU of this process. If it sees only one, that is this one: Slurm can give each process a
-    GPU of its own, which only a comparison of all processes shows."""
+    """The GPU of this process. If only one is visible, it is that one: Slurm can give each process
+    a GPU of its own, and only comparing all processes shows whether it did."""
     count = torch.cuda.device_count()
-    # All processes of the node say so, since none can begin.
+    # All processes of the node report this, since none can start.
     needed = max(place.local_rank + 1, place.local_world or 1)
     if needed > count > 1 and not (share or spread):
         raise _too_few_gpus(place, needed, count)
@@ -248,7 +249,7 @@ def _too_few_gpus(place: ProcessInfo, processes: int, count: int) -> UserError:
 
 
 def _gpu_name(device: Device, place: ProcessInfo) -> str:
-    """What no other GPU of the run is called."""
+    """A name that is unique among the GPUs of the run."""
     gpu = torch.cuda.get_device_properties(device.torch_device)
     if (name := getattr(gpu, "uuid", None)) is not None:
         return str(name)
@@ -257,12 +258,12 @@ def _gpu_name(device: Device, place: ProcessInfo) -> str:
 
 
 def _processes_by_gpu(device: Device, place: ProcessInfo) -> Counter[str]:
-    """How many processes use each GPU. They ask over gloo: NCCL would fail over a shared one."""
+    """How many processes use each GPU, gathered with gloo: NCCL fails on a shared GPU."""
     return Counter(ControlGroup(dist.group.WORLD).all_gather(_gpu_name(device, place)))
 
 
 def _refuse_shared_gpus(device: Device, place: ProcessInfo) -> None:
-    """Refuse a GPU that several processes would use, before NCCL fails over it."""
+    """Refuse to run several processes on one GPU, before NCCL fails there."""
     own, shared = _gpu_name(device, place), _processes_by_gpu(device, place)
     if shared[own] > 1:
         raise _too_few_gpus(place, max(shared[own], place.local_world or 1), 1)
@@ -290,7 +291,7 @@ def _rendezvous(
     begun = time.monotonic()
     try:
         store, rank, world = next(rendezvous("env://", place.rank, place.world, timeout=start))
-        # A launcher that restarts all processes may keep its store, with the old addresses in it.
+        # A launcher that restarts all processes may keep its store, which then holds old addresses.
         store = dist.PrefixStore(f"attempt-{place.attempt}", store)  # type: ignore[attr-defined]
         if device.backend == STAGED:
             register_staged()

@@ -1,1 +1,1 @@
-"""Heartbeats of the processes of a run, and the verdict on who is to blame when one is lost."""
+"""Heartbeats of the processes of a run, and the verdict on which rank failed when one is lost."""

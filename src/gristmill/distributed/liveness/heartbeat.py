@@ -3,8 +3,8 @@
     {"rank": 2, "host": "n03", "count": 57, "phase": "step", "step": 120, "turn": 2,
      "seconds": 0.4, "state": "running", "message": "", "pid": 4711, "pid_namespace": "…", …}
 
-A reader measures how long the count of a rank has not changed, so the clocks of hosts need not
-agree. A rank's progress is its step and, within the step, the number of phases it has begun: all
+A reader measures for how long the count of a rank has not changed, so the clocks of hosts need not
+agree. A rank's progress is its step and the number of phases that it has begun in it, since all
 ranks go through the same phases.
 """
 
@@ -24,7 +24,7 @@ _FEW = 4
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one process says about itself, and how long ago a reader last heard from it."""
+    """The state of one process as it reports it, and how long ago a reader last heard from it."""
 
     rank: int
     host: str = "unknown"
@@ -44,7 +44,7 @@ class Heartbeat:
     silence: float = 0.0
     """Seconds since a running rank was last heard from; set by readers."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What else is known about the process and its host: not needed for a verdict."""
+    """Further facts about the process and its host, not needed for a verdict."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class Heartbeat:
 
 
 def write_heartbeats(heartbeats: Iterable[Heartbeat]) -> str:
-    """Heartbeats as the store holds them."""
+    """Heartbeats in the format of the store."""
     return json.dumps([asdict(heartbeat) for heartbeat in heartbeats])
 
 
@@ -75,7 +75,7 @@ class Roster:
     def __init__(self, world: int) -> None:
         self.world = world
         self.vanished: set[int] = set()
-        """Ranks whose process has ended, although its last heartbeat says that it runs."""
+        """Ranks whose process has ended although its last heartbeat says "running"."""
         self._last: dict[int, Heartbeat] = {}
         self._arrived: dict[int, float] = {}
 
@@ -101,8 +101,9 @@ class Roster:
 
 
 def condense(heartbeats: Iterable[Heartbeat]) -> tuple[Heartbeat, ...]:
-    """The few heartbeats of a large world that a verdict may depend on: rank 0, and the first few
-    that ended, are absent, silent or behind, with the liveliest and the one furthest ahead."""
+    """The few heartbeats of a large world on which a verdict may depend: rank 0; the first few
+    ranks that ended, are absent, silent or behind; the most recent one; and the one furthest
+    ahead."""
     leader, *others = sorted(heartbeats, key=lambda one: one.rank != 0)
     chosen = [leader]
     for state in ("failed", "vanished", "lost", "absent"):
@@ -115,7 +116,7 @@ def condense(heartbeats: Iterable[Heartbeat]) -> tuple[Heartbeat, ...]:
 
 
 def pid_namespace() -> str:
-    """Where the id of this process is valid; empty if the system does not tell."""
+    """The PID namespace of this process; empty if the system does not report it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -124,7 +125,7 @@ def pid_namespace() -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this namespace has ended, even if its parent has not noticed yet."""
+    """Whether a process of this namespace has ended, even if its parent has not reaped it yet."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except FileNotFoundError:

@@ -1,15 +1,15 @@
-"""The monitor: sends this process's heartbeats and ends the process when the others are lost.
+"""The monitor: posts this process's heartbeats, and ends the process when another one is lost.
 
     heartbeat thread   posts this process's heartbeat in the store every second, and reads those of
                        the others every few seconds (`HeartbeatBoard`)
-    monitor thread     a few times a second asks `judge` whether the process has to end; if so, it
-                       ends it with a last line that names the rank to blame
+    monitor thread     calls `judge` a few times per second; if the process has to exit, ends it
+                       with a last line that names the rank at fault
 
-There are two threads because the client of a frozen store waits for ever, whatever timeout it was
-given. For the same reason the monitor has its own connection to the store.
+There are two threads because the client of a frozen store blocks for ever, whatever its timeout.
+For the same reason the monitor has its own connection to the store.
 
-The monitor thread counts the time in small amounts. A process that was stopped, or a machine that
-slept, finds that hardly any time has passed, and blames no rank.
+The monitor thread adds up elapsed time in small increments. So after a process was stopped, or a
+machine was suspended, hardly any time has passed for it, and no rank is blamed.
 """
 
 from __future__ import annotations
@@ -55,25 +55,27 @@ if TYPE_CHECKING:
 
 
 class HeartbeatBoard:
-    """Posts this rank's heartbeat and reads those of the others, as keys of the store; used by one
-    thread.
+    """Posts this rank's heartbeat and reads those of the others, as keys of the store. For use by
+    one thread.
 
         gristmill/ATTEMPT/RANK       that rank's heartbeat
         gristmill/ATTEMPT/summary    of a large world, the few that matter, posted by rank 0
 
-    In a large world only rank 0 reads all heartbeats; the others read its own and its summary.
+    In a large world only rank 0 reads all heartbeats; the other ranks read its heartbeat and its
+    summary.
 
-    For a process in the same PID namespace, since the same boot, the kernel tells whether it has
-    ended. For others, and outside Linux, only silence counts.
+    Whether a process in the same PID namespace, since the same boot, has ended is known from the
+    kernel. For other processes, and outside Linux, only silence counts.
     """
 
     def __init__(self, store: Store, place: ProcessInfo, limits: Limits) -> None:
         self.store, self.place, self.limits = store, place, limits
         self.uneasy = False
-        """Whether a rank is late or may have vanished, so that it is worth reading again soon."""
+        """Whether a rank is late or may have vanished, so that its heartbeat should be read
+        soon."""
         self._large = place.world > limits.large_world
         self.everyone: tuple[Heartbeat, ...] = ()
-        """The last heartbeats of all ranks, where all are read."""
+        """The last heartbeats of all ranks, on ranks that read all."""
         self._roster = Roster(1 if self._large and place.rank else place.world)
         self._posted: set[int] = set()
         self._suspects: set[int] = set()
@@ -82,7 +84,7 @@ class HeartbeatBoard:
         self.store.set(self._key(own.rank), write_heartbeats([own]))
 
     def answer_seconds(self) -> float:
-        """How long the store takes to answer, which tells of the link to it."""
+        """How long the store takes to answer, a measure of the link to it."""
         began = time.monotonic()
         self.store.check([self._key(self.place.rank)])
         return time.monotonic() - began
@@ -116,7 +118,7 @@ class HeartbeatBoard:
             for one in snapshot
             if one.state == "running" and one.pid_namespace == namespace != ""
         }
-        # A suspect had ended before this reading, which would have seen its last report.
+        # A suspect ended before this read, which would have seen its last report.
         vanished = self._suspects & local.keys()
         self._suspects = {rank for rank, pid in local.items() if has_ended(pid)}
         self._roster.vanished |= vanished
@@ -135,10 +137,10 @@ class HeartbeatBoard:
 
 
 _ANSWERS = 5
-"""Answers of the store of which the quickest tells of the link."""
+"""The fastest of this many answers of the store is taken as the latency of the link."""
 _MESSAGE_WIDTH = 500
 SCHEDULES = "torch.distributed.pipelining.schedules"
-"""The logger of torch that prints a whole schedule when an exchange fails."""
+"""The logger of torch that prints a whole pipeline schedule when a transfer fails."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class Monitor:
     """Monitors the processes of a run while it is entered; for a single process it does nothing.
 
     All processes call `phase` in the same order. When this process is about to be ended, `on_exit`
-    is called with the reason, in a thread of its own, and has a few seconds.
+    is called with the reason in a separate thread, and has a few seconds.
     """
 
     others_continue = False
@@ -169,12 +171,12 @@ class Monitor:
     ) -> None:
         self.place, self.limits, self.log, self.on_exit = place, limits, log, on_exit
         self.facts: Callable[[], Mapping[str, Any]] = dict
-        """What else the heartbeats of this process tell; called in a thread of its own."""
+        """Returns further content of this process's heartbeats; called in the heartbeat thread."""
         self.everyone: tuple[Heartbeat, ...] = ()
         """The last heartbeats of all ranks, on rank 0."""
         self.active = place.world > 1 and place.address is not None
         self._hosts_store = place.rank == 0 and not place.agent
-        # Any thread may read these; each is replaced as a whole, by the thread named here.
+        # Any thread may read these; only the named thread replaces each, always as a whole.
         me = Heartbeat(place.rank, place.host, pid=os.getpid(), pid_namespace=pid_namespace())
         self._phase = (me, 0.0)  # the phase and when it began; training thread
         self._heard = Heard(place)  # heartbeat thread
@@ -196,7 +198,7 @@ class Monitor:
             for thread in self._threads:
                 thread.start()
             redirect_schedules(self.log)
-            # Torch would wait for the store, too, but print much more when it gives up.
+            # Torch would also wait for the store, but print much more when it gives up.
             while self._heard.answered_at is None and self._heard.store_error is None:
                 time.sleep(self.limits.tick)
         return self
@@ -214,26 +216,26 @@ class Monitor:
 
     @property
     def where(self) -> str:
-        """This process and what it is doing."""
+        """This process and its phase, for messages."""
         own = self._heartbeat()
         return f"{own.who} {own.where}"
 
     def phase(self, name: str, step: int = 0) -> None:
-        """Say what this process begins to do."""
+        """Report the phase that this process enters."""
         me, _ = self._phase
         turn = me.turn + 1 if me.step == step else 1
         self._phase = (replace(me, phase=name, step=step, turn=turn), self._now)
 
     def done(self) -> None:
-        """Say that this process no longer needs the others, and stop monitoring them."""
+        """Report that this process no longer needs the others, and stop monitoring them."""
         if self._decided.acquire(blocking=False):
             self._report("done")
         self._close(linger=2 * self.limits.propagation)
 
     def explain(self, error: BaseException) -> UserError | None:
-        """The error of the process that caused this one, if another did; if none did, the others
-        are told that this process failed, and an error of NCCL or Gloo is put into words. Either
-        way this process has to exit now."""
+        """The error to report for this one. If another process caused it, that is the error of that
+        process. If not, the failure of this process is posted to the others, and an error of NCCL
+        or Gloo is explained. In both cases this process has to exit now."""
         self._decided.acquire(blocking=False)
         own = self._own
         if not self.active or own.state in ("failed", "done"):
@@ -267,7 +269,8 @@ class Monitor:
         return blame(error, self._heard, self._heartbeat(), now=self._now, limits=self.limits)
 
     def _close(self, *, linger: float) -> None:
-        """Stop both threads. The host of the store stays until all have read its last heartbeat."""
+        """Stop both threads. The host of the store stays until all ranks have read its last
+        heartbeat."""
         if not self.active or self._closing.is_set():
             return
         self._own = replace(self._own, leave_by=None)
@@ -325,14 +328,14 @@ class Monitor:
             while not self._closing.is_set():
                 count += 1
                 own, peers = self._heartbeat(count), self._heard.peers
-                # The quickest of some answers: the others waited for a core of this machine.
+                # The fastest of several answers: the others waited for a core of this machine.
                 link = min(answers, default=None)
                 board.post(replace(own, facts={**self.facts(), "link": link}))
                 if self._fast.is_set() or board.uneasy or time.monotonic() >= next_read:
                     answers.append(board.answer_seconds())
                     peers = board.read(own, now=self._now)
                     self.everyone = board.everyone
-                    # Rank 0 also compares how fast all are.
+                    # Rank 0 also compares the paces of all ranks.
                     often = self.place.rank == 0 and self.place.world <= self.limits.large_world
                     next_read = time.monotonic() + (0.0 if often else self.limits.read)
                 now = self._now
@@ -363,7 +366,7 @@ class Monitor:
                 self._exit(verdict)
 
     def _exit(self, message: str) -> None:
-        """End this process now, wherever it is. The last line that it prints is the message."""
+        """End this process now, wherever it is. The message is the last line that it prints."""
         if self.on_exit is not None:
             run_briefly(partial(self.on_exit, message), seconds=5)
         if self._hosts_store:

@@ -1,8 +1,8 @@
 """The rendezvous: the store through which the processes of a run find each other.
 
 It is torch's `TCPStore`, which rank 0 or the launcher hosts at the address of the run. Stores of
-one process at one port share one server. The client of a server that is not there yet prints dozens
-of lines on standard error, so `join_store` first finds out whether the address answers.
+one process at one port share one server. A client whose server is not up yet prints dozens of lines
+on standard error, so `join_store` first checks whether the address answers.
 """
 
 from __future__ import annotations

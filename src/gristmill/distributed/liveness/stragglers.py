@@ -1,22 +1,22 @@
-"""Slow processes: which one holds the others up, and in which part of a step.
+"""Stragglers: which process slows the others down, and in which part of a step.
 
-All processes of a run take the same steps, so their steps take the same time; the fast ones wait.
-What differs is how long each is busy with its own part. Every process sums that up and notes the
-sums whenever it has taken five more steps (`Pace`). The newest notes travel with its heartbeat, so
-this costs no message. Rank 0 compares the same steps of all (`StragglerDetector`).
+All processes of a run are synchronized in every step, so their steps take equally long; the fast
+ones wait. What differs is how long each is busy. Every process adds that up and notes the sums
+after every five steps (`Pace`). The newest notes are sent with its heartbeat, so they cost no extra
+message. Rank 0 compares the same steps of all processes (`StragglerDetector`).
 
-    data       until the batch was there
-    compute    forward and backward, until this process's own gradients were computed
-    optimizer  from the gradients of all to the end of the step
-    link       the time in which the store answers, which holds the heartbeats
+    data       until the batch is available
+    compute    forward and backward, until this process's own gradients are computed
+    optimizer  from the synchronized gradients to the end of the step
+    link       how long the store, which holds the heartbeats, takes to answer
 
-A process is slow if in the last 30 steps it was busy for a fifth longer than the median, and so in
-most stretches of five, and if that much matters in a whole step. It is named with the part in which
-it loses most. Stages of a pipeline have different work, so a process is compared with those of its
-own stage.
+A process is slow if it was busy a fifth longer than the median over the last 30 steps, and also in
+most of their windows of five steps, and if the difference matters compared with a whole step. The
+report names the part in which it loses most. The stages of a pipeline have different work, so a
+process is compared with those of its own stage.
 
-Given up: inside a pass that exchanges weights or activations (fsdp, tensor, context and pipeline
-parallelism), waiting for others counts as computing, so all processes look alike.
+A limitation: inside a pass that communicates weights or activations (fsdp, tensor, context and
+pipeline parallelism), waiting for others counts as computing, so all processes look alike.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from dataclasses import dataclass, replace
 STRETCH = 5
 """Steps between two notes."""
 COMPARED = 6
-"""Stretches that are compared together."""
+"""Windows of `STRETCH` steps that are compared together."""
 MOST = 4
-"""A process must be slow in so many of them: one that was held up once is not slow."""
+"""In this many of them a process must be slow: a single delay does not count."""
 CALM = 10
-"""After so many stretches in which it was not, a process is no longer slow."""
+"""Windows in a row in which a process was not slow, after which it no longer counts as slow."""
 KEPT = 24
-"""Notes that travel with a heartbeat: of fast steps there are many between two of them."""
+"""Notes sent with a heartbeat; there are many between two heartbeats if steps are fast."""
 SLOWER = 1.2
-"""How much longer than the median a slow process is busy."""
+"""From this multiple of the median on, a process counts as slow."""
 MATTERS = 0.05
-"""The least excess of a slow process, as a share of a whole step."""
+"""The minimum excess of a slow process over the median, as a share of a whole step."""
 SLOW_LINK = 5.0
-"""How much longer than the median the store takes to answer over a slow link."""
+"""From this multiple of the median answer time on, a link counts as slow."""
 _LEAST_LINK = 0.005
-"""Seconds below which an answer of the store is no sign of anything."""
+"""Seconds; faster answers of the store are never reported."""
 PARTS = ("data", "compute", "optimizer")
 Note = tuple[int, float, float, float, float]
-"""A step, and the seconds up to it: in all, and of each part."""
+"""A step, and the seconds spent until then, in total and in each part."""
 
 
 class Pace:
-    """How long this process was busy with the parts of its steps."""
+    """Adds up how long this process was busy with each part of its steps."""
 
     def __init__(self, *, stage: int = 0) -> None:
         self.stage = stage
@@ -64,7 +64,7 @@ class Pace:
     ) -> None:
         """Add a step."""
         if step != self._step + 1:
-            # Steps were passed over, or the run went back.
+            # Steps were skipped, or the run was rolled back.
             self._notes.clear()
         self._step = step
         for number, value in enumerate((seconds, data, compute, optimizer)):
@@ -75,7 +75,7 @@ class Pace:
 
     @property
     def waiting(self) -> tuple[float, float]:
-        """Seconds of all steps so far, and those in which data was waited for."""
+        """Seconds of all steps so far, and those spent waiting for data."""
         return (self._sums[0], self._sums[1])
 
     @property
@@ -86,19 +86,19 @@ class Pace:
 
 @dataclass(frozen=True)
 class ProcessPace:
-    """What a heartbeat says about the pace of a process."""
+    """The pace of a process, as in its heartbeat."""
 
     rank: int
     host: str
     stage: int
     notes: Sequence[Note]
     link: float | None = None
-    """Seconds in which the store answered."""
+    """Seconds that the store took to answer."""
 
 
 @dataclass(frozen=True)
 class Busy:
-    """How long a process was busy, in seconds for each step of a stretch."""
+    """How long a process was busy, in seconds per step of a window."""
 
     step_seconds: float
     parts: Mapping[str, float]
@@ -110,25 +110,25 @@ class Busy:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A process that holds the others up, or (`over`) no longer does."""
+    """A process that slows the others down, or (`over`) no longer does."""
 
     rank: int
     host: str
     part: str
     ratio: float
-    """How long it is busy, compared with the median."""
+    """Its busy time as a multiple of the median."""
     seconds: float
-    """How much longer, for each step."""
+    """Its busy time above the median, per step."""
     step: int
     over: bool = False
 
 
 class StragglerDetector:
-    """Compares the paces of all processes, stretch by stretch."""
+    """Compares the paces of all processes, window by window."""
 
     def __init__(self) -> None:
         self.slow: dict[int, Straggler] = {}
-        """Those that are slow now, by rank."""
+        """The current stragglers, by rank."""
         self._done = 0
         """The last step that was compared."""
         self._calm: dict[int, int] = defaultdict(int)
@@ -136,12 +136,12 @@ class StragglerDetector:
         """How busy each rank was in the last stretches."""
 
     def compare(self, paces: Iterable[ProcessPace]) -> list[Straggler]:
-        """Compare the stretches that all have taken since the last call; returns what changed."""
+        """Compare the windows that all have completed since the last call; returns what changed."""
         known, changes = list(paces), list[Straggler]()
         if len(known) < 2:
             return changes
         if any(pace.notes and pace.notes[-1][0] < self._done for pace in known):
-            # The run went back: its steps are taken again.
+            # The run was rolled back and repeats steps.
             self._done = 0
         stretches = {pace.rank: _stretches(pace) for pace in known}
         ends = set[int].intersection(*map(set, stretches.values()))
@@ -175,13 +175,13 @@ class StragglerDetector:
 
 
 def _together(busy: Sequence[Busy]) -> Busy:
-    """The mean of some stretches."""
+    """The mean of some windows."""
     parts = {name: statistics.fmean(one.parts[name] for one in busy) for name in PARTS}
     return Busy(statistics.fmean(one.step_seconds for one in busy), parts)
 
 
 def _stretches(pace: ProcessPace) -> dict[int, Busy]:
-    """How busy a process was in each stretch that its notes tell of, by the stretch's last step."""
+    """How busy a process was in each window of its notes, by the window's last step."""
     found = {}
     for before, after in zip(pace.notes, pace.notes[1:], strict=False):
         if after[0] == before[0] + STRETCH:
@@ -199,7 +199,7 @@ def _slow(
     if len(peers) < 2:
         return None
     own = busy[pace.rank]
-    # Of two, the faster one tells what is normal.
+    # Of two, the faster one is the norm.
     median = statistics.median_low(busy[peer].own for peer in peers)
     excess = own.own - median
     if own.own < SLOWER * median or excess < MATTERS * own.step_seconds or median <= 0:
@@ -215,7 +215,7 @@ def _slow(
 def _slow_link(
     step: int, pace: ProcessPace, paces: Sequence[ProcessPace], busy: Mapping[int, Busy]
 ) -> Straggler | None:
-    """Whether all wait for each other while the store answers this process late."""
+    """Whether all processes wait for each other while the store answers this one late."""
     others = [other.link for other in paces if other.rank != pace.rank and other.link is not None]
     if pace.link is None or len(others) < 2:
         return None

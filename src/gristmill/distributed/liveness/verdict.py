@@ -1,12 +1,13 @@
-"""The verdict: whether a process has to exit because of the others, and the line that says why.
+"""The verdict: whether a process has to exit because of another one, and the message why.
 
     last heartbeat           noticed, reported          all have exited
     |------ max_silence ------|------- shutdown --------|
     |---------------------- whole ----------------------|
 
-A slow rank that lives may take the whole limit of a phase. A frozen one is given up earlier, by the
-time that it takes to end everything, so that the run ends within that limit. But never before half
-of it: with a limit of a few seconds, ending a second late is better than losing a busy rank.
+A rank that is slow but alive may take the whole limit of a phase. A silent rank is given up earlier
+by the time that shutting down takes, so that the run ends within the limit. This is never before
+half of the limit: if that is a few seconds, ending a second late is better than giving up a busy
+rank.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FROM_PEERS = re.compile(
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a process waits for the others, and how often it looks; in seconds."""
+    """How long a process waits for the others, and how often it checks them, in seconds."""
 
     start: float
     """In the phase "start"."""
@@ -44,19 +45,19 @@ class Limits:
     save: float = math.inf
     """In the phase "save", whose length depends on disks that may be slow."""
     silence: float | None = None
-    """Without a heartbeat; if not given, it follows from the limit of a phase."""
+    """Longest time without a heartbeat; derived from the limit of a phase if None."""
     leaving: float = 30.0
-    """From an error to the end of the process."""
+    """Longest time from an error to the end of the process."""
     beat: float = 1.0
     """Between two heartbeats."""
     read: float = 3.0
     """Between two readings of the others' heartbeats."""
     large_world: int = 64
-    """In a larger world rank 0 reads all heartbeats, the others read its summary."""
+    """World size above which only rank 0 reads all heartbeats, and the others its summary."""
 
     @classmethod
     def of(cls, config: ParallelConfig, *, save: str = "1h") -> Limits:
-        """The limits of a run; if they are short, the heartbeat is fast."""
+        """The limits of a run. Heartbeats are more frequent if the timeout is short."""
         start, phase = parse_seconds(config.start_timeout), parse_seconds(config.timeout)
         limits = cls(start, phase, save=parse_seconds(save))
         speed = min(1.0, limits.whole / 20)
@@ -67,7 +68,7 @@ class Limits:
 
     @property
     def whole(self) -> float:
-        """From the last heartbeat of a rank to the end of all."""
+        """From the last heartbeat of a rank to the end of all processes."""
         return min(self.phase, 120.0)
 
     def max_silence(self, world: int) -> float:
@@ -85,28 +86,28 @@ class Limits:
 
     @property
     def late(self) -> float:
-        """After this silence something is probably wrong, though it may pass."""
+        """A silence that probably means trouble, though perhaps temporary."""
         return 2.5 * self.beat
 
     @property
     def propagation(self) -> float:
-        """In this time all ranks have read what one has posted."""
+        """Time after which all ranks have read what one has posted."""
         return self.read + 2 * self.beat
 
 
 @dataclass(frozen=True)
 class Heard:
-    """What a process has heard so far."""
+    """What a process knows about its peers."""
 
     place: ProcessInfo
-    """Which process that is, and where the store is."""
+    """The process, and the address of the store."""
     peers: tuple[Heartbeat, ...] = ()
     """The last heartbeats, its own among them; in a large world, the few that matter."""
     answered_at: float | None = None
     """When the store last answered; None if it never has."""
     store_error: str | None = None
     ended_since: float | None = None
-    """Since when it has been known that a rank, or the store, has ended."""
+    """When this process learned that a rank, or the store, has ended."""
 
     def updated(self, *, now: float, **changes: object) -> Heard:
         new = replace(self, **changes)  # type: ignore[arg-type]
@@ -121,12 +122,12 @@ class Heard:
 
 
 def judge(heard: Heard, me: Heartbeat, *, now: float, limits: Limits) -> str | None:
-    """Why this process has to exit, if it has to; `me` is its own heartbeat at this moment."""
+    """Why this process has to exit; None if it can continue. `me`: its current heartbeat."""
     ended = ended_peer(heard)
     silent = silent_peer(heard, now=now, longer_than=limits.max_silence(heard.place.world))
     if silent is not None:
         return ended or silent
-    # An error that the other's end causes here may be on its way: let that one be raised first.
+    # The end of the other rank may be about to raise an error here, which should come first.
     if heard.ended_since is not None and now - heard.ended_since > limits.propagation:
         return ended
     if me.seconds <= limits.of_phase(me.phase):
@@ -137,8 +138,8 @@ def judge(heard: Heard, me: Heartbeat, *, now: float, limits: Limits) -> str | N
 def blame(
     error: BaseException, heard: Heard, me: Heartbeat, *, now: float, limits: Limits
 ) -> str | None:
-    """Which other process caused this error, if one did. Ask a moment after the error: by then
-    every rank that lives has sent another heartbeat."""
+    """The process that caused this error, if another did. To be called a moment after the error,
+    when every live rank has sent another heartbeat."""
     found = ended_peer(heard) or silent_peer(heard, now=now, longer_than=limits.late)
     if found is None and isinstance(error, UserError):
         complete = heard.answered_at is not None and heard.peers and not any(heard.others("absent"))
@@ -147,8 +148,8 @@ def blame(
 
 
 def ended_peer(heard: Heard) -> str | None:
-    """The rank that failed; if none did, one that vanished; if none did, whom a lost one blames; if
-    none is lost, the store that is gone."""
+    """In this order: a rank that failed, one that vanished, the rank that a lost one blames, or the
+    store if it is gone."""
     for one in heard.others("failed"):
         return f"{one.who} failed {one.where}: {one.message}"
     for one in heard.others("vanished"):
@@ -173,7 +174,7 @@ def silent_peer(heard: Heard, *, now: float, longer_than: float) -> str | None:
 
 
 def _store_problem(heard: Heard, problem: str) -> str | None:
-    """What is wrong with the store, and so with its host; None if that rank was done."""
+    """The problem with the store, and so with its host; None if that rank had finished."""
     store = f"the store at {heard.place.address}"
     if heard.place.agent:
         return f"{store}, hosted by the launcher, {problem}"
@@ -186,7 +187,7 @@ def _store_problem(heard: Heard, problem: str) -> str | None:
 
 
 def overdue(heard: Heard, me: Heartbeat) -> str:
-    """What a process that has been in one phase for too long waits for."""
+    """What a process waits for that has been in one phase for too long."""
     waited = f"{me.who} has waited {format_seconds(me.seconds)} {me.where}"
     if heard.answered_at is None:
         host = "the launcher" if heard.place.agent else "rank 0"
@@ -207,8 +208,8 @@ def overdue(heard: Heard, me: Heartbeat) -> str:
 
 
 def may_come_from_peer(error: BaseException) -> bool:
-    """Whether an error looks like one that another process has caused: when that one dies, it
-    breaks the collectives of the others, and what those raise does not name the cause."""
+    """Whether another process may have caused an error: when one dies, the collectives of the
+    others fail with errors that do not name the cause."""
     seen: BaseException | None = error
     while seen is not None:
         of_peer = isinstance(seen, UserError) and seen.exit is Exit.PEER
