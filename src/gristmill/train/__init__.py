@@ -1,1 +1,1 @@
-"""Floor 10: the loop, and the place where everything meets."""
+"""Training runs: assembling, resuming, the training loop and its hooks."""

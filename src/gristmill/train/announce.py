@@ -1,4 +1,4 @@
-"""What the log says when a run begins."""
+"""The first lines of the log: what a run trains, on what, and how."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _AXES = {
 
 
 def announce(run: BuiltRun, tracker: Tracker, resumed: Resumed) -> None:
-    """Write the first lines of the log, and that the run is running."""
+    """Write the first lines of the log, and set the status to running."""
     resolved, state = run.resolved, run.state
     if resumed.continues:
         for note in resumed.notes:
             tracker.say(note, level="warning")
         if run.control.is_rank0:
-            # The worker that led before may have noted that it failed.
+            # The previous leading worker may have recorded its failure.
             run.folder.write_status("running", step=state.progress.steps, steps=resolved.steps)
         return
     tracker.say(
@@ -96,7 +96,7 @@ def _mesh_table(run: BuiltRun) -> str:
 
 
 def describe_device(device: Device) -> str:
-    """What a process computes on, and with how many others."""
+    """The device of a process, and the number of processes."""
     if device.sharers is None or device.sharers == 1:
         return device.name
     return f"{device.name}, which {device.sharers} processes share, exchanging through host memory"

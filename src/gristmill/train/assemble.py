@@ -1,6 +1,6 @@
-"""From settings to everything a run needs: data, model, optimizer and strategy meet here.
+"""Assembles a run from its settings: data, model, optimizer, strategy, and the hooks around them.
 
-    data, tokenizer -> numbers -> world -> strategy (model, optimizer) -> state
+    data, tokenizer -> resolved numbers -> strategy (model, optimizer) -> state
 
 User errors are found here, before the first step.
 """
@@ -68,7 +68,7 @@ from gristmill.train.validation import Validate
 
 @dataclass(frozen=True)
 class BuiltRun:
-    """Everything that was built for one run."""
+    """Everything that was built for a run."""
 
     config: RunConfig
     resolved: Resolved
@@ -82,11 +82,11 @@ class BuiltRun:
     meta_model: CausalLM
     """The whole model on the meta device."""
     notes: tuple[str, ...] = ()
-    """What the user should know about the weights that the run starts from."""
+    """Messages for the user about the weights that the run starts from."""
     changes: tuple[str, ...] = ()
-    """What was changed because of the device."""
+    """Messages about settings that were changed to suit the device."""
     chat: ChatEncoder | None = None
-    """How conversations become ids; None for a run on token files."""
+    """Encodes conversations; None for a run on token files."""
 
     @property
     def best_loss(self) -> float | None:
@@ -107,8 +107,8 @@ class BuiltRun:
 
     @property
     def expected(self) -> Expectation | None:
-        """What the plan says of a step; None where nothing is known of the device, or where
-        processes share it or could."""
+        """The planned speed and memory of a step; None for an unknown device, or one that several
+        processes share or could share."""
         device, resolved = self.world.device, self.resolved
         if device.sharers is not None and self.world.mesh.processes > 1:
             return None
@@ -125,7 +125,7 @@ class BuiltRun:
 
     @property
     def described_size(self) -> str:
-        """The number of parameters in words, and how many of them are trained if not all."""
+        """The number of parameters as text and, if not all are trained, how many are."""
         size = f"{format_count(self.parameters)} parameters"
         if not self.meta_model.adapters:
             return size
@@ -150,10 +150,10 @@ def assemble(
     workers: WorkerSet | None = None,
     fit: bool = False,
 ) -> BuiltRun:
-    """Open and build everything, with initial weights loaded. Without `world`, one process.
-    `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`:
-    those that take part in a decentralized run, if not all of them. `fit`: whether settings of the
-    micro-batch and recomputation may be changed so that the run fits into memory."""
+    """Open and build everything, with initial weights loaded. `world`: None for a single process.
+    `saves`: whether checkpoints are saved, so that the disk must have room for one. `workers`: the
+    participants of a decentralized run, if not all. `fit`: whether the micro-batch size and
+    recomputation may be changed so that the run fits into memory."""
     world = world or open_run_world(config)
     control = control or ControlGroup()
     asked, config = config, with_device_defaults(config, folder, world, control)
@@ -227,9 +227,9 @@ def assemble(
 
 
 def _model_size(config: RunConfig, resolved: Resolved, mesh: Mesh) -> ModelSize:
-    """The sizes of the whole model, before anything is built."""
+    """The size of the whole model, before anything is built."""
     if isinstance(config.model, GPTConfig):
-        # By formula: a model of absurd size takes minutes to build, even on the meta device.
+        # By formula: an absurdly large model takes minutes to build, even on the meta device.
         return gpt_size(config, rows=resolved.padded_vocab, workers=mesh.dp_replicate)
     meta_model = build_meta_model(config.model, vocab=resolved.vocab, pad_for=mesh.tp)
     sizes = meta_model.size_by_role()
@@ -239,8 +239,8 @@ def _model_size(config: RunConfig, resolved: Resolved, mesh: Mesh) -> ModelSize:
 
 def require_memory(config: RunConfig, size: ModelSize, world: World) -> None:
     """Refuse a model whose weights, gradients and optimizer state alone, without any activations,
-    are larger than the memory of this process could ever be. Workers also keep what they
-    exchange."""
+    exceed the memory that this process can have. Decentralized workers also hold the buffers of
+    their exchanges."""
     on_device, contents = world.device.total_memory(), "weights, gradients and optimizer state"
     if size.copies:
         contents = "weights, gradients, optimizer state and what workers exchange"
@@ -296,7 +296,7 @@ def build_loader(run: BuiltRun) -> Loader:
 
 
 def build_content_check(run: BuiltRun) -> ContentCheck:
-    """The comparison of the token files with their checksums, by one process of each node."""
+    """The check of the token files against their checksums, by one process of each node."""
     has_manifests = run.config.data.kind == "tokens" and run.config.data.verify
     wanted = has_manifests and run.world.place.local_rank == 0
     mixtures = run.data.mixtures if wanted else ()
@@ -334,7 +334,7 @@ def build_validate(run: BuiltRun, tracker: Tracker) -> Validate | None:
 
 
 def build_evaluation(run: BuiltRun, tracker: Tracker) -> EvaluateTasks | None:
-    """The hook for downstream tasks, if the run file names some. Their data is read now."""
+    """The hook for downstream tasks, if the run file names any. Their data is read here."""
     config = run.config.evaluate
     if config is None:
         return None
@@ -358,7 +358,7 @@ def build_evaluation(run: BuiltRun, tracker: Tracker) -> EvaluateTasks | None:
 
 
 def build_health(run: BuiltRun, tracker: Tracker) -> RunHealth:
-    """What judges the steps, as it was when the state was saved."""
+    """The health check, in the state of the checkpoint."""
 
     def warn(text: str) -> None:
         tracker.say(text, level="warning")

@@ -1,14 +1,13 @@
-"""Builds the world and the strategy of a run; read it from top to bottom.
+"""Builds the world and the strategy of a run.
 
-    open_run_world   the devices of this process, and its groups with the others
+    open_run_world   the devices of this process, and its process groups
     build_strategy   place the model -> shard its parameters -> gradient sync -> optimizer;
-                     of a decentralized run, the same for each worker, and exchanges around it
+                     in a decentralized run, the same for each worker, wrapped in exchanges
     place_model      meta model -> communication -> compile and checkpoint blocks -> block by block:
                      memory, initial weights, FSDP -> the same for embedding, norm and head
 
-FSDP and torch's pipelines are imported by the runs that use them: each takes seconds.
-
-JAX is an extra: what needs it is imported by the runs that use XLA devices.
+FSDP and torch's pipelines are imported only by runs that use them, since each import takes seconds.
+JAX is an optional extra, imported only by runs on XLA devices.
 
 No process ever holds more than its shard of the weights and one whole block.
 """
@@ -72,8 +71,8 @@ _ATTENTION = {"ring": ring_attention, "heads": heads_attention}
 
 
 def device_mesh(config: RunConfig, place: ProcessInfo) -> Mesh:
-    """How the run is divided over the devices of all processes. Each has one, or with XLA all that
-    JAX finds on its host; JAX is started to count them."""
+    """The mesh of all devices of a run. A process has one device or, with XLA, all that JAX finds
+    on its host; JAX is started to count them."""
     if config.runtime.device != "xla":
         return check_mesh(config, processes=place.world)
     from gristmill.strategies.xla.backend import start_xla
@@ -87,7 +86,7 @@ def device_mesh(config: RunConfig, place: ProcessInfo) -> Mesh:
 def open_run_world(
     config: RunConfig, mesh: Mesh | None = None, place: ProcessInfo | None = None
 ) -> World:
-    """This process's device and groups, for a run that is divided over devices by `mesh`."""
+    """This process's device and groups, for a run on the devices of `mesh`."""
     place, open_ = (
         place or ProcessInfo(),
         partial(open_world, config.runtime, parallel=config.parallel),
@@ -107,7 +106,7 @@ def open_run_world(
 
 
 def close_run_world(world: World) -> None:
-    """Part from the other processes; not after an error, since they may never answer."""
+    """Disconnect from the other processes. Not after an error, since they may never answer."""
     if world.device.kind == "xla":
         from gristmill.strategies.xla.backend import leave_xla
 
@@ -125,8 +124,8 @@ def build_strategy(
     workers: WorkerSet | None = None,
 ) -> Strategy:
     """The strategy of a run, with initial weights. Without `resolved`, nothing that depends on the
-    learning rate over the run is available. `workers`: those that take part in a decentralized run,
-    if not all of them."""
+    learning-rate schedule is available. `workers`: the participants of a decentralized run, if not
+    all."""
     control = control or ControlGroup()
     config = with_formats(
         config, has_bf16=world.device.has_bf16, on_gpu=world.device.kind == "cuda"
@@ -242,7 +241,7 @@ def _gradient_sync(
     config: ParallelConfig,
     reduce: torch.dtype,
 ) -> GradientSync:
-    """How gradients are summed over the processes that read different samples."""
+    """The gradient synchronization of data-parallel processes."""
     if world.mesh.shards_rows:
         from gristmill.strategies.fsdp import FSDPSync
 
@@ -280,7 +279,7 @@ def place_model(
     fsdp = _sharding(config, world, precision)
     blocks = [model.get_submodule(name) for name in model.block_names()]
     if graphs == "blocks":
-        # Attention within documents is too slow as plain operations.
+        # Attention within documents is too slow without compilation.
         compiled_for = compiled if config.masks_documents else compiled_for_training
         for block in blocks:
             # Wrappers stay outside of the compiled function, and all blocks share one graph.
@@ -313,7 +312,7 @@ def place_model(
 
 
 def blocks_in_fp8(config: RunConfig, model: CausalLM) -> Fp8Scales | None:
-    """Let the parts of blocks that the settings name compute in fp8, with these scales."""
+    """Switch the parts of blocks that the settings name to fp8, with these scales."""
     parts = config.precision.fp8_of_blocks
     return Fp8Scales(model.fp8_layers(parts), model.device) if parts else None
 
@@ -339,7 +338,7 @@ def _initialise(model: CausalLM, module: nn.Module, device: torch.device, *, see
 
 
 def build_comm(config: RunConfig, world: World) -> ShardComm:
-    """The communication of this model shard with the others."""
+    """The communication of this model shard with the other shards."""
     parallel, tp, cp = config.parallel, world.groups.along("tp"), world.groups.along("cp")
     comm = ShardComm()
     if tp is not None:
@@ -354,8 +353,8 @@ def build_comm(config: RunConfig, world: World) -> ShardComm:
 
 
 def _matrix_exchange(model: CausalLM, world: World) -> ShardedMatrixExchange | None:
-    """The optimizer's exchange of matrices between processes with shards or copies of them; None if
-    there are none."""
+    """The exchange of matrices between processes that hold shards or copies of them, for the
+    optimizer; None if it is not needed."""
     if world.mesh.processes == world.mesh.pp:
         return None
     names = [name for name, role in model.roles().items() if role is Role.MATRIX]

@@ -26,9 +26,9 @@ from gristmill.train.wall_clock import WallClock
 
 
 class Checkpoint:
-    """Saves the state periodically, and whenever validation finds a new best loss; after a
-    non-finite step it waits for a good one. A save is skipped while the disk is still busy with the
-    one before. The end of a run is always saved."""
+    """Saves the state periodically, and whenever validation finds a new best loss. After a
+    non-finite step it waits for a good one. A save is skipped while the previous one is still being
+    written. The end of a run is always saved."""
 
     phase = "save"
 
@@ -46,13 +46,13 @@ class Checkpoint:
         folder: RunFolder,
         agreed_at: Callable[[], int] | None = None,
     ) -> None:
-        """`agreed_at`: the last step after which all copies of the weights were found equal;
-        checkpoints from before it are kept until they are again."""
+        """`agreed_at` returns the last step after which all copies of the weights were found
+        equal. Checkpoints up to there are kept until the copies agree again."""
         self.every, self.writer, self.state, self.strategy = every, writer, state, strategy
         self.control, self.folder, self.agreed_at = control, folder, agreed_at
         self.validate, self.keep_best, self.health = validate, keep_best, health
         self._late = False
-        """Whether a save was put off."""
+        """Whether a save was postponed."""
         self._clock: WallClock | None = None
         if isinstance(every, str):
             seconds, step = parse_seconds(every), state.progress.steps
@@ -82,7 +82,7 @@ class Checkpoint:
             return
         self._late = self.health.non_finite > 0
         if self.state.workers:
-            # They judge their own steps; all other processes judge the same ones.
+            # Workers judge their own steps; in other runs all processes judge the same ones.
             self._late = self.control.any(self._late)
         if not self._late:
             self._save(best)
@@ -97,14 +97,14 @@ class Checkpoint:
             self.writer.mark_best(best)
 
     def _reserve(self) -> None:
-        """Reserve the memory of the first copy after the first step, when the state has its full
-        size. That of a decentralized run can be looked at only when it is saved."""
+        """Reserve host memory for the first copy after the first step, when the state has its full
+        size. The state of a decentralized run is complete only while it is saved."""
         if not self._reserved and not self.state.workers:
             self.writer.host.reserve(state_bytes(self.state))
         self._reserved = True
 
     def _maybe_over(self, event: StepEvent) -> bool:
-        """Whether the interval is over; by the wall clock, whether it is time to ask."""
+        """Whether the interval is over; with a wall-clock interval, whether it is time to ask."""
         if self._clock is not None:
             return self._clock.asks(event.after.steps)
         assert isinstance(self.every, Duration)
@@ -139,7 +139,7 @@ class Checkpoint:
         with self.strategy.published_weights():
             self.state.strategy = self.strategy.state()
             self.state.health = health
-            # The one before is still being written from the same memory.
+            # The previous checkpoint may still be written from the same memory.
             self.writer.wait()
             snapshot = capture(self.state, self.writer.host)
         if self._clock is not None:

@@ -1,6 +1,6 @@
-"""The run folder in the hands of the process that trains, and going back to one of its checkpoints.
+"""Locking a run folder for the process that trains, and going back to one of its checkpoints.
 
-What came after that checkpoint is set aside, and resuming does the rest.
+To go back, everything after that checkpoint is moved aside; resuming then does the rest.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _STEP_NAME = re.compile(r"(?:step-)?(\d{1,18})")
 
 
 class FolderClaim:
-    """Locks a run folder for this process until the context ends. A folder that was made for a run
-    which then could not start, because of a user error, is removed again."""
+    """Locks a run folder for this process until the context ends. If a user error then keeps a new
+    run from starting, its folder is removed again."""
 
     def __init__(self, folder: RunFolder, *, fresh: bool, start_from: str | None) -> None:
         self.folder, self.fresh, self.start_from = folder, fresh, start_from
@@ -38,36 +38,36 @@ class FolderClaim:
         self._lock.release()
 
     def take(self) -> None:
-        """Make the folder, or lock the one that is there; go back in it, if that is asked for."""
+        """Create or lock the folder, and go back to an earlier checkpoint if requested."""
         if self.fresh:
             move_aside(self.folder)
         step = None if self.start_from is None else choose_step(self.folder, self.start_from)
         new = self.folder.create()
         self._lock.acquire()
-        # Not before: a folder that another process has locked meanwhile is that process's own.
+        # Only now: another process may have locked the folder in the meantime.
         self.folder.held, self._new = self._lock, new
         if step is not None:
             roll_back(self.folder, step)
 
     def take_over(self) -> None:
-        """Lead a run that another worker has led."""
+        """Lock the folder of a run that another worker led before."""
         self._new = False
         if not self._lock.held:
             self.folder.create()
-            # A worker that is frozen, or behind a broken network, holds its lock for ever.
+            # A worker that is frozen, or cut off from the network, keeps its lock for ever.
             with contextlib.suppress(UserError):
                 self._lock.acquire()
                 self.folder.held = self._lock
 
     def give_up(self) -> None:
-        """Let another worker lead the run."""
+        """Release the lock, so that another worker can lead the run."""
         self._new = False
         self._lock.release()
         self.folder.held = None
 
 
 def choose_step(folder: RunFolder, which: str) -> int:
-    """The step of the checkpoint that a user names: a step, or "best". It must be intact."""
+    """The step of the checkpoint that a user named, by step or as "best". It must be intact."""
     checkpoints = CheckpointFolder(folder.checkpoints)
     steps = [step_of(path) for path in checkpoints.committed()]
     known = known_steps(checkpoints)
@@ -90,14 +90,14 @@ def choose_step(folder: RunFolder, which: str) -> int:
 
 
 def known_steps(checkpoints: CheckpointFolder) -> str | None:
-    """A remedy that names the checkpoints there are."""
+    """A remedy that lists the existing checkpoints."""
     steps = ", ".join(str(step_of(path)) for path in checkpoints.committed())
     return f"there are checkpoints of steps {steps}" if steps else None
 
 
 def roll_back(folder: RunFolder, step: int) -> Path:
-    """Make a checkpoint the newest of a run: everything after it is set aside, with the metrics as
-    they were. Returns the folder where it is."""
+    """Make a checkpoint the newest of a run: everything after it is moved aside, with a copy of the
+    metrics. Returns the folder where it is."""
     target, number = folder.set_aside / f"after-step-{step:08d}", 0
     while target.exists():
         number += 1

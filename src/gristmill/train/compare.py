@@ -1,8 +1,8 @@
-"""The hook that finds processes whose copies of weights or optimizer state differ.
+"""The hook that detects processes whose copies of weights or optimizer state differ.
 
-A checkpoint that was saved since all copies last agreed may hold the fault. When one is found, such
-checkpoints are renamed, so that no run resumes from them by itself; those from before are kept
-until the copies agree again.
+Any checkpoint saved since the last agreement may contain the corruption. When a difference is
+found, these checkpoints are renamed, so that no run resumes from them automatically. Earlier ones
+are kept until the copies agree again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CompareReplicas:
         """The last step after which all copies were equal."""
 
     def at_start(self) -> None:
-        """Nothing to compare: all copies were just made."""
+        """Nothing to compare: the copies are new."""
 
     def due(self, event: StepEvent) -> bool:
         return self.every.due(event.before, event.after)
@@ -60,7 +60,7 @@ class CompareReplicas:
         if self.state.workers:
             # Only processes of the same worker hold copies.
             mine = {f"worker {self.state.worker} {key}": value for key, value in mine.items()}
-        # Every process looks at all reports, so that all end with the same message.
+        # Every process checks all reports, so that all end with the same message.
         sums, hosts = zip(*self.control.all_gather([mine, socket.gethostname()]), strict=True)
         if found := find_differences(sums):
             self.writer.wait()
@@ -69,7 +69,7 @@ class CompareReplicas:
         self.agreed_at = step
 
     def _mark_doubtful(self) -> list[str]:
-        """Rename what was saved since all copies agreed; returns the new names."""
+        """Rename the checkpoints saved since the last agreement; returns the new names."""
         saved = self.writer.folder.committed()
         return [
             set_aside(path, "doubtful").name for path in saved if step_of(path) > self.agreed_at

@@ -1,5 +1,5 @@
-"""A process that compiles one part of a run and ends: `python -m gristmill.train.compile_part`,
-with a `CompileTask` on its standard input."""
+"""The process that compiles one part of a run: `python -m gristmill.train.compile_part`, with a
+`CompileTask` on standard input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gristmill.train.build import blocks_in_fp8, place_model
 
 
 def main() -> None:
-    """Compile, and end at once: no other process waits for anything but the cache."""
+    """Compile, and exit at once: only the cache is needed by others."""
     task = CompileTask.load(sys.stdin.read())
     config = task.config
     world = open_world(config.runtime, tf32=config.precision.tf32, place=ProcessInfo())
@@ -50,7 +50,7 @@ def _launch_nothing() -> None:
 
 
 def compile_part(task: CompileTask, world: World) -> None:
-    """Call what is compiled once, with tensors such as a step has."""
+    """Call the compiled function once, with tensors like those of a step."""
     graphs: Literal["blocks"] | None = None if task.part == KERNELS else "blocks"
     model, _ = place_model(
         task.config, vocab=task.vocab, world=world, graphs=graphs, cuda_graphs=task.cuda_graphs
@@ -68,7 +68,7 @@ def compile_part(task: CompileTask, world: World) -> None:
 
 
 def _run(task: CompileTask, model: CausalLM) -> None:
-    """Both passes through one block, everything beside the blocks, or both."""
+    """Forward and backward through one block, through everything else, or through both."""
     device = next(model.parameters()).device
     staged, ends = cast(StagedModel, model), task.part in (BESIDE, KERNELS)
     layers = {BESIDE: [], KERNELS: staged.distinct_layers()[:1]}.get(task.part)
@@ -77,7 +77,7 @@ def _run(task: CompileTask, model: CausalLM) -> None:
     terms = training_terms(task.config.train, Progress(), torch.ones((), device=device))
     if sources := task.config.recorded_sources:
         terms = terms._replace(sources=sources, sources_B=tokens_BT[:, 0].clone())
-    # A result of an operation, as between blocks.
+    # The result of an operation rather than a leaf, as between blocks.
     hidden = torch.zeros_like(hidden, device=device, requires_grad=True).clone()
     output = staged.forward_stage(
         hidden,

@@ -1,7 +1,7 @@
 """Defaults that depend on the device: chosen when a run starts, and recorded in its run.toml.
 
     precision.compute    auto        bf16 if all devices support it, else fp32
-    train.micro_batch    not given   the whole batch of a process, or what fits (see `memory`)
+    train.micro_batch    not given   the whole batch of a process, or what fits (see `memory.py`)
 
 A resumed run keeps the recorded values on any device.
 """
@@ -29,7 +29,7 @@ def with_device_defaults(
     config: RunConfig, folder: RunFolder, world: World, control: ControlGroup
 ) -> RunConfig:
     """The config with recorded or device-dependent defaults, the same on all ranks. A micro-batch
-    that depends on memory is chosen later."""
+    size that depends on memory is chosen later."""
     recorded = control.on_rank0(lambda: _recorded(folder))
     config = _with_recorded(config, recorded, world.layout)
     has_bf16 = all(control.all_gather(world.device.has_bf16))
@@ -37,7 +37,7 @@ def with_device_defaults(
 
 
 def describe_changes(asked: RunConfig, config: RunConfig) -> list[str]:
-    """Messages on settings of the run file that the run changes."""
+    """Messages about settings of the run file that the run changes."""
     dropped = [part for part in asked.precision.fp8 if part not in config.precision.fp8]
     if not dropped:
         return []
@@ -48,7 +48,7 @@ def describe_changes(asked: RunConfig, config: RunConfig) -> list[str]:
 
 
 def with_recorded_defaults(config: RunConfig, folder: RunFolder, mesh: Mesh) -> RunConfig:
-    """The config with the defaults that were recorded when the run started, if it did."""
+    """The config with the defaults recorded at the first start, if there was one."""
     return _with_recorded(config, _recorded(folder), mesh)
 
 

@@ -1,22 +1,22 @@
-"""A run whose workers may die and come back: a round of training for each view of who is there.
+"""Elastic training: workers may die and rejoin. Each change of the membership starts a new round.
 
     view      the workers that take part, agreed on by all of them (`Membership`)
-    round     from one view to the next: groups, control, hooks and records are made anew; model,
-              optimizer and progress stay in memory
+    round     training under one view: process groups, control group, hooks and records are created
+              anew; model, optimizer and progress stay in memory
 
-At the start of a round all workers agree on the newest step that any of them has reached, and go on
-from there. Each keeps its own weights; one that has just come takes the average of the others, and
-optimizer state from one of them. If none has any state, or only workers are left without which the
-others had gone on, the newest checkpoint is loaded. A worker that wakes after the others have ended
-the run leaves it as it is. A worker builds everything before it joins, so that the others need not
-wait for that.
+At the start of a round all workers agree on the newest step that any of them has reached, and
+continue from there. Each keeps its own weights; a new worker takes the average of the others, and
+optimizer state from one of them. The newest checkpoint is loaded if no worker has any state, or if
+the only ones left are workers that the others had already continued without. A worker that wakes up
+after the others have ended the run does not change it. A worker builds everything before it joins,
+so that the others need not wait for that.
 
 The first member of a view writes the records of the run. If it dies, the next one adds the steps
 that it had not recorded.
 
-What is promised: no sample is read twice. Not read are those of a worker that is not there, and up
-to a few steps of workers that were behind when another died. With the same workers to the end, the
-run is the same to the bit as one that is not elastic.
+The guarantee: no sample is read twice. Skipped are the samples of absent workers, and up to a few
+steps of workers that were behind when another one died. If the workers never change, the run is
+bit-identical to one that is not elastic.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ from gristmill.train.tracker import Tracker
 from gristmill.train.training import Outcome, Training, located_errors
 
 MAX_SILENCE = 20.0
-"""Seconds without a heartbeat after which a worker is dead, or less if `parallel.timeout` is short.
-To be wrong costs little: it joins again."""
+"""Seconds without a heartbeat after which a worker counts as dead; fewer if `parallel.timeout` is
+short. A wrong verdict costs little, since the worker joins again."""
 
 
 def train_elastic(
@@ -89,14 +89,14 @@ def train_elastic(
     stop: StopRequest,
     began: float,
 ) -> Outcome:
-    """Train with workers that may die and come back: a round for each view of who is there."""
+    """Train with workers that may die and rejoin: one round for each view."""
     worker, folder = ElasticRun(config, claim.folder, place, mesh), claim.folder
     check = build_content_check(worker.built)
     check.start()
     with contextlib.ExitStack() as cleanup:
         for entered in (located_errors(folder, worker.monitor), worker, claim):
             cleanup.enter_context(entered)
-        # Before the lock is released.
+        # Runs before the lock is released.
         cleanup.callback(check.stop)
         while True:
             try:
@@ -110,7 +110,7 @@ def train_elastic(
                 if not control.is_rank0:
                     claim.give_up()
                 control.barrier()
-                # In later views the run goes on, and another worker may lead it now.
+                # In later views the run continues, perhaps led by another worker.
                 control.on_rank0(claim.take_over if worker.view.number else claim.take)
                 worker.keep_key()
                 built = worker.connect()
@@ -132,7 +132,7 @@ def train_elastic(
 
 
 def _left_behind(folder: RunFolder, place: ProcessInfo, end: Exit) -> Outcome:
-    """The outcome of a worker that wakes when the others have ended the run."""
+    """The outcome of a worker that wakes up after the others have ended the run."""
     how = "complete" if end is Exit.DONE else "stopped and saved"
     step = folder.read_status().get("step", 0)
     print(
@@ -167,12 +167,12 @@ class ElasticRun:
         self.view, self.before = View(-1, {place.rank: ""}), View(-1, {})
         self.has_state = False
         self.behind = False
-        """Whether the others have gone on without this worker, whose state is old."""
+        """Whether the others have continued without this worker, so that its state is stale."""
         self.recent = RecentSteps()
         limit = parse_seconds(config.parallel.timeout)
         self._limit = limit
         self._store: SignedStore | None = None
-        # At first alone, until everything is built.
+        # A world of one, until everything is built.
         self._groups = ViewGroups(
             self.view, None, worker=place.rank, timeout=limit, interrupt=lambda: None
         )
@@ -206,32 +206,32 @@ class ElasticRun:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # Without an error, this worker has said so already.
+        # Without an error, this worker has already announced that it leaves.
         self.membership.close()
         self._groups.leave()
         keep_unfinished()
 
     @property
     def built(self) -> BuiltRun:
-        """What was built for this worker."""
+        """This worker's part of the run."""
         return self._built
 
     def keep_key(self) -> None:
-        """Put the key of this run where it was, if the folder has been moved aside since: those
-        who come later must find this one, even if one of them has made another."""
+        """Restore the key of this run if the folder has been moved aside since. Workers that join
+        later must find this key, even if one of them has created another."""
         if run_key(self.folder.key) != self._key:
             write_key(self.folder.key, self._key, replace=True)
 
     def done(self, *, complete: bool) -> None:
-        """Part from the others, who are done as well; those who are not, because one of them was
-        lost in the very last moment, find everything saved."""
+        """Leave together with the others. If one of them is lost at the very last moment, those
+        that have not finished find everything saved."""
         with contextlib.suppress(ViewChangedError, RuntimeError):
             self._control.barrier()
         self.membership.close(done_in=self.view, complete=complete)
 
     def ended(self) -> Exit | None:
-        """How the run ended while this worker was away, by the run folder. A worker that has slept
-        through the end must not touch what the others have left: its own state is older."""
+        """How the run ended while this worker was suspended, according to the run folder; None if
+        it did not. Such a worker must not touch the folder, since its own state is older."""
         if not self.has_state:
             return None
         ends = {"done": Exit.DONE, "stopped": Exit.STOPPED}
@@ -242,14 +242,14 @@ class ElasticRun:
         try:
             self.membership.check(self.view)
         except UserError:
-            # Nobody keeps the store after the end of a run.
+            # The store is gone after the end of a run.
             if self.ended() is not None:
                 raise ViewChangedError("the run has ended without this worker") from None
             raise
 
     def next_view(self, *, asked_to_stop: Callable[[], bool]) -> ControlGroup | None:
-        """Wait for the next view with this worker in it, and meet its members. None if it is asked
-        to stop before it has anything to save."""
+        """Wait for the next view that includes this worker, and connect to its members. None if the
+        worker is asked to stop before it has anything to save."""
         self.monitor.phase("start")
         self._groups.leave()
         view = self.membership.join(
@@ -273,7 +273,7 @@ class ElasticRun:
         return self._control
 
     def connect(self) -> BuiltRun:
-        """Everything for a round, connected with the workers of the view."""
+        """This worker's part of the run, connected to the workers of the view."""
         world, workers, control = self._world, self._workers, self._control
         strategy, state = self._built.strategy, self._built.state
         assert isinstance(strategy, Decentralized)
@@ -284,7 +284,8 @@ class ElasticRun:
         return self._built
 
     def tracked(self, tracker: Tracker) -> Tracker:
-        """A tracker that writes while this view lasts, and keeps what others may have to write."""
+        """A tracker that writes while this view lasts, and keeps recent steps in case another
+        worker cannot write them."""
         sinks = [CurrentOnly(sink, self._check) for sink in tracker.sinks]
         return Tracker([*sinks, self.recent], clock=tracker.clock, alerts=tracker.alerts)
 
@@ -302,7 +303,7 @@ class ElasticRun:
         known = [report for report in reports if report["steps"] is not None]
         stateful = [report for report in known if not report["behind"]]
         if known and not stateful:
-            # All that were ahead of these are gone, but what they have saved is not.
+            # Workers that were further ahead are gone, but their checkpoints are not.
             saved = control.on_rank0(self.folder.newest_step)
             if saved is None or saved < max(report["steps"] for report in known):
                 stateful = known
@@ -330,21 +331,21 @@ class ElasticRun:
         state.progress = Progress(**values["progress"])
         if not counts:
             state.counters = Counters(**values["counters"])
-        # All workers have seen the same validations; one may have missed the last.
+        # All workers have the same validations, except that one may have missed the last.
         state.best = Best(**values["best"]) if values["best"] else None
         self._has_begun(run)
         return Resumed(None, [self._changes(newest, joining)], continues=True)
 
     def _has_begun(self, run: BuiltRun) -> None:
         step, steps = run.state.progress.steps, run.resolved.steps
-        # Before any worker may take the status of an earlier call for the end of this one.
+        # Before a worker can mistake the status of an earlier call for the end of this one.
         run.control.on_rank0(lambda: self.folder.write_status("running", step=step, steps=steps))
         self.has_state, self.behind = True, False
 
     def _require_same_identity(
         self, mine: dict[str, Any], right: dict[str, Any], reports: Sequence[dict[str, Any]]
     ) -> None:
-        """Refuse a worker that has other data or another tokenizer; the others go on without
+        """Refuse a worker with different data or a different tokenizer; the others continue without
         it."""
         expected = right["identity"]
         wrong = [name for name in expected if mine["identity"].get(name) != expected[name]]
@@ -360,7 +361,7 @@ class ElasticRun:
             raise ViewChangedError("a worker does not fit the run, and leaves")
 
     def _changes(self, step: int, joining: Sequence[int]) -> str:
-        """What has changed since the last view, in words."""
+        """A message about the changes since the last view."""
         gone = [worker for worker in self.before.workers if worker not in self.view.workers]
         come = [worker for worker in joining if worker not in gone]
         parts = []
@@ -408,7 +409,7 @@ def _connected(place: ProcessInfo, connect: Any, *, seconds: float) -> Any:
 
 
 def _numbers(run: BuiltRun) -> dict[str, Any]:
-    """What a worker that comes needs, beside tensors."""
+    """The state that a joining worker needs, apart from tensors."""
     state = run.state
     return {
         "progress": dataclasses.asdict(state.progress),
@@ -419,7 +420,7 @@ def _numbers(run: BuiltRun) -> dict[str, Any]:
 
 
 def shared_settings(config: RunConfig, folder: RunFolder, place: ProcessInfo) -> dict[str, Any]:
-    """What all workers of a run must have alike: all but devices, and where files are."""
+    """The settings that must be equal on all workers: all except devices and the paths of files."""
     values = config.model_dump(mode="json", exclude={"runtime", "track", "name", "folder"})
     for name in ("paths", "validation", "tokenizer", "cache"):
         values["data"].pop(name, None)
@@ -439,7 +440,7 @@ def _hand_over(
     source: int,
     joining: Sequence[int],
 ) -> None:
-    """Give the optimizer state of one worker to those that have just come."""
+    """Send the optimizer state of one worker to those that join."""
     entries = {(entry.kind, entry.key): entry.value for entry in optimizer.entries()}
     described = [
         [kind, key, list(value.shape), str(value.dtype).removeprefix("torch.")]

@@ -35,7 +35,7 @@ class ElasticMonitor:
         self.on_exit: Any = None
         self.facts: Callable[[], Mapping[str, Any]] = dict
         self.everyone: tuple[Heartbeat, ...] = ()
-        """Membership has heartbeats of its own, which tell nothing else."""
+        """Empty: the heartbeats of `Membership` carry no further facts."""
         self._phase = ("start", 0)
 
     @property
@@ -48,7 +48,8 @@ class ElasticMonitor:
         self.membership.show_life(seconds=self.limits.of_phase(name))
 
     def explain(self, error: BaseException) -> BaseException | None:
-        """A change of the view, if that is behind an error; waits until it is known."""
+        """A `ViewChangedError`, if a change of the view caused this error; waits until that is
+        known."""
         if isinstance(error, ViewChangedError):
             return error
         if not may_come_from_peer(error):

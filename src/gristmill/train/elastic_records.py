@@ -1,7 +1,7 @@
-"""The records of an elastic run, whoever writes them, and what a change of workers interrupts.
+"""The records of an elastic run, and work that a change of workers interrupts.
 
-The first worker of a view writes metrics.jsonl. If it is gone, the next one removes the records of
-steps that nobody else has made, and adds those that it had not written.
+The first worker of a view writes metrics.jsonl. If it dies, the next one removes the records of
+steps that no other worker has made, and adds those that are missing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gristmill.train.hooks import Hook
 from gristmill.train.validation import Validate
 
 KEPT_STEPS = 1000
-"""Step records that every worker keeps, of more steps than one may be ahead of another."""
+"""Step records that every worker keeps: more than one worker can be ahead of another."""
 
 
 class RecentSteps:
-    """Keeps the last step records, for when the worker that writes them is gone."""
+    """A sink that keeps the last step records, in case the worker that writes them dies."""
 
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
@@ -44,20 +44,20 @@ class RecentSteps:
         pass
 
     def between(self, after: int, last: int) -> list[str]:
-        """The records of steps after one, up to another, as lines."""
+        """The records of steps after `after`, up to `last`, as lines of JSON."""
         records = {record.step: record for record in self._records if after < record.step <= last}
         return [to_json(records[step]) for step in sorted(records)]
 
 
 class CurrentOnly:
-    """A sink that takes nothing from a worker without which the others have gone on."""
+    """A sink that drops the records of a worker that the others have continued without."""
 
     def __init__(self, sink: Sink, check: Callable[[], None]) -> None:
         self._sink, self._check = sink, check
 
     def write(self, record: Record) -> None:
         with contextlib.suppress(ViewChangedError):
-            # Without the store the run ends, and its last words count.
+            # If the store is gone, the run ends, and its last records must be written.
             with contextlib.suppress(UserError):
                 self._check()
             self._sink.write(record)
@@ -70,21 +70,21 @@ class CurrentOnly:
 
 
 def cut_records(folder: RunFolder, step: int) -> int:
-    """Remove records of steps that only a worker which is gone has made; returns the last step
-    that is recorded."""
+    """Remove the records of steps that only a lost worker has made; returns the last recorded
+    step."""
     cut_metrics(folder.metrics, after=step or -1)
     return last_recorded_step(folder.metrics)
 
 
 def add_records(folder: RunFolder, lines: Sequence[str]) -> None:
-    """Add records of steps that the worker which should have written them had not."""
+    """Add the records of steps that the previous writer had not written."""
     if lines:
         with storage_errors(folder.metrics), folder.metrics.open("a") as file:
             file.writelines(f"{line}\n" for line in lines)
 
 
 def make_up(run: BuiltRun, hooks: Sequence[Hook], *, validated: bool) -> None:
-    """Validate and save what a change of workers has interrupted."""
+    """Run the validation and the save that a change of workers has interrupted."""
     now, resolved = run.state.progress, run.resolved
     step = now.steps
     newest = run.control.on_rank0(run.folder.newest_step) or 0
@@ -98,13 +98,13 @@ def make_up(run: BuiltRun, hooks: Sequence[Hook], *, validated: bool) -> None:
 
 
 def is_saved(run: BuiltRun) -> bool:
-    """Whether the present step is saved: another worker may have been lost just before."""
+    """Whether the current step is saved; a worker may have been lost just before that."""
     path = CheckpointFolder(run.folder.checkpoints).path(run.state.progress.steps)
     return bool(run.control.on_rank0(path.is_dir))
 
 
 def is_validated(run: BuiltRun) -> bool:
-    """Whether a finished run has its final validation; it may have been stopped just before."""
+    """Whether a finished run has its final validation; it may have been interrupted just before."""
 
     def recorded() -> bool:
         step = run.state.progress.steps

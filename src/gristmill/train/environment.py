@@ -27,8 +27,8 @@ def describe_environment(
     planned: Expectation | None = None,
     checked_tasks: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of environment.json; `checked_tasks`: what all text that the weights come from
-    was checked against, if that is known."""
+    """The content of environment.json. `checked_tasks`: the tasks that all text behind the weights
+    was decontaminated against, if known."""
     return {
         "gristmill": version("gristmill"),
         "commit": code_commit(),
