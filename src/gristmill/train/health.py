@@ -1,4 +1,4 @@
-"""Whether a run is healthy: which of its steps are outliers, and since when.
+"""The health of a run: which steps are outliers, and what follows from that.
 
     value      loss or gradient norm of a step, as all processes see it
     limit      median + threshold x spread of the last `window` values, where the spread is the
@@ -9,12 +9,12 @@
                its old limit for some steps in a row
 
 While a spike lasts, checkpoints from before it are kept; after a non-finite step nothing is saved.
-With `[train.guard]`, outliers are skipped, or the run goes back to a checkpoint from before them
-and passes over their batches.
+With `[train.guard]`, outliers are skipped, or the run is rolled back to a checkpoint from before
+them and skips their batches.
 
-Every process reaches the same conclusions at the same step: results are read late on a GPU, sooner
-or later by chance, so a step counts only from `lag` steps after it. All of this is part of a
-checkpoint, so that a resumed run decides as an uninterrupted one would.
+Every process must reach the same conclusion at the same step. On a GPU the results of a step arrive
+late, and how late varies, so a step is used only `lag` steps after it. All of this state is part of
+a checkpoint, so that a resumed run decides as an uninterrupted one would.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from gristmill.config.schema import GuardConfig
 from gristmill.strategies.strategy import StepLimits
 
 FEWEST = 16
-"""Values that are needed before any is judged, without a guard."""
+"""Without a guard: values needed before any can be an outlier."""
 IN_A_ROW = 3
 """Outliers in a row that make a spike."""
 CALM = 8
 """Steps in a row below the old limit that end a spike."""
 MOST_ROLLBACKS = 10
 SMALLEST_SPREAD = 0.005
-"""The spread is at least this fraction of the median, since values may hardly vary at all."""
+"""The minimum spread as a fraction of the median, since values may hardly vary."""
 
 
 class DivergedError(UserError):
-    """The run has gone bad."""
+    """The run has diverged."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One step, as its results tell."""
+    """The results of one step."""
 
     step: int
     begin: int
@@ -59,7 +59,7 @@ class StepOutcome:
     skipped: bool
     """Whether the weights stayed as they were."""
     overflow: bool = False
-    """Whether they did because the fp16 loss scale was still too high, which is normal."""
+    """Whether that is because the fp16 loss scale was too high, which is normal."""
 
     @property
     def finite(self) -> bool:
@@ -68,7 +68,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class Spike:
-    """Where steps began to be bad."""
+    """Where a streak of bad steps began."""
 
     step: int
     """The first bad step."""
@@ -82,7 +82,7 @@ class RobustSpread:
     """The last values of a number, and the limit for the next."""
 
     def __init__(self, *, window: int, threshold: float, fewest: int, factors: bool) -> None:
-        """`factors`: values vary by factors, as norms do, so their logarithms are compared."""
+        """`factors`: compare logarithms, for values that vary by factors, such as norms."""
         self._values = deque[float](maxlen=window)
         self.threshold, self.fewest, self.factors = threshold, fewest, factors
         self.limit = math.inf
@@ -108,20 +108,20 @@ class RobustSpread:
         return median + self.threshold * max(deviation, SMALLEST_SPREAD * abs(median))
 
     def add(self, value: float) -> None:
-        """Values above the limit count as the limit: a single one hardly moves it, but a lasting
-        change becomes the new normal."""
+        """Values above the limit are clipped to it: a single one hardly moves the limit, but a
+        lasting change becomes the new normal."""
         if math.isfinite(value) and not (self.factors and value <= 0):
             self._values.append(min(value, self.limit))
             self.limit = self._find_limit()
 
 
 class RunHealth:
-    """Judges the steps of a run, one after the other."""
+    """Judges the steps of a run, one after another."""
 
     def __init__(self, guard: GuardConfig | None, *, lag: int, warn: Callable[[str], None]) -> None:
         self.guard, self.lag, self.warn = guard, lag, warn
         settings = guard or GuardConfig()
-        # Judging alone does no harm. The guard must know what is normal, which changes at first.
+        # Without a guard, a hasty verdict does no harm. A guard must know first what is normal.
         fewest = FEWEST if guard is None else settings.window
         self.patience = settings.patience or IN_A_ROW
         self.most_rollbacks = settings.rollbacks or MOST_ROLLBACKS
@@ -151,9 +151,9 @@ class RunHealth:
         self.rollback_at: int | None = None
         """The step after which the run goes back."""
         self.rollbacks = 0
-        """How often in a row, without some good steps behind what was passed over."""
+        """Rollbacks in a row, without enough good steps after the skipped samples in between."""
         self._good = 0
-        """Good steps in a row behind it."""
+        """Good steps in a row after the skipped samples."""
         self.skipped_batches: list[tuple[int, int]] = []
         """Ranges of samples that were not trained on, in order."""
 
@@ -180,13 +180,13 @@ class RunHealth:
             if guarded:
                 self.skip_batches([(outcome.begin, outcome.end)])
                 self.warn(f"skipped step {outcome.step}: {_described(outcome, limits)}")
-            # A step that the guard skipped did no harm.
+            # A step that the guard skipped did not change the weights.
             outlier = not outcome.finite or (not guarded and self._is_outlier(outcome, limits))
             self._count(outcome, limits, outlier)
             self._losses.add(outcome.loss)
             if self.guard is not None:
                 self._norms.add(outcome.norm)
-        # Limits that no coming step needs are dropped.
+        # Drop limits that no later step needs.
         applies = outcome.step + 1 + self.lag
         needed = max((start for start in self._limits if start <= outcome.step + 1), default=0)
         self._limits = {start: limits for start, limits in self._limits.items() if start >= needed}
@@ -196,16 +196,16 @@ class RunHealth:
     def _is_outlier(self, outcome: StepOutcome, limits: StepLimits | None) -> bool:
         if limits is None:
             return False
-        # Clipping takes care of a large gradient, unless the guard is asked to.
+        # Clipping handles a large gradient, unless the guard is set to do so.
         norm = self.guard is not None and outcome.norm > limits.norm
         return outcome.loss > limits.loss or norm
 
     def _count(self, outcome: StepOutcome, limits: StepLimits | None, outlier: bool) -> None:
-        """Follow streaks and spikes."""
+        """Update streaks and spikes."""
         self._streak = self._streak + 1 if outlier else 0
         if self._streak == 1:
             limit = None if limits is None or math.isinf(limits.loss) else limits.loss
-            # Right behind samples that were passed over, these have not been enough.
+            # Trouble right after skipped samples: too few of them were skipped.
             behind = outcome.begin == self._passed_until
             before = outcome.begin if behind or self._previous is None else self._previous
             self._first = Spike(outcome.step, before, limit)
@@ -242,34 +242,34 @@ class RunHealth:
 
     @property
     def good_before(self) -> int | None:
-        """Checkpoints before this step must be kept; None if all are as good."""
+        """Checkpoints before this step must be kept; None if all checkpoints are good."""
         return None if self.spike is None else self.spike.step
 
     def skips_batch(self, sample: int) -> bool:
-        """Whether the step that begins with a sample is passed over."""
+        """Whether the batch that begins with this sample is skipped."""
         return any(begin <= sample < end for begin, end in self.skipped_batches)
 
     def roll_back(self, end: int) -> Rollback:
-        """What to do when `rollback_at` is reached; `end` are the samples so far. If the trouble
-        goes on right behind what was passed over, twice as much is."""
+        """The rollback to make when `rollback_at` is reached; `end` are the samples so far. If the
+        trouble continues right after the skipped samples, twice as many are skipped."""
         assert self._first is not None
         step, begin = self._first.step, self._first.begin
         more = sum(end - first for first, last in self.skipped_batches if last == begin)
         return Rollback(step, begin, end + more, self.rollbacks + 1)
 
     def rolled_back(self, back: Rollback, then: RunHealth) -> None:
-        """Continue without what led to a spike. This is the health of the older checkpoint, `then`
-        that of the run when it went back."""
+        """Continue without the samples that led to a spike. `self` is the health of the older
+        checkpoint, `then` that of the run before the rollback."""
         self.skip_batches([*then.skipped_batches, (back.begin, back.end)])
         self.rollbacks, self._good = back.rollbacks, 0
 
     @property
     def _passed_until(self) -> int:
-        """The end of the last range that was passed over."""
+        """The end of the last skipped range."""
         return self.skipped_batches[-1][1] if self.skipped_batches else 0
 
     def skip_batches(self, more: Iterable[tuple[int, int]]) -> None:
-        """Train on none of the samples in these ranges either."""
+        """Also skip the samples in these ranges."""
         ranges = list[tuple[int, int]]()
         for batches in sorted([*self.skipped_batches, *more]):
             if ranges and batches[0] <= ranges[-1][1]:
@@ -279,7 +279,7 @@ class RunHealth:
         self.skipped_batches = ranges
 
     def failure(self, what: str) -> UserError:
-        """The error of a run that has gone bad."""
+        """The error for a run that has diverged."""
         since, inspect = "the start", ""
         if self.spike is not None:
             since = f"step {self.spike.step}"
@@ -293,7 +293,7 @@ class RunHealth:
         )
 
     def check_end(self, *, uniform: float) -> None:
-        """Refuse to call a run done that ends in a spike; `uniform` is the loss of guessing."""
+        """Raise an error if the run ends in a spike; `uniform` is the loss of uniform guessing."""
         if self.non_finite:
             count = f"the last {self.non_finite} steps" if self.non_finite > 1 else "the last step"
             raise self.failure(f"loss or gradient of {count} was not finite")
@@ -304,7 +304,7 @@ class RunHealth:
     # -------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """All of it as JSON, which has no infinity."""
+        """The state as JSON, which has no infinity."""
 
         def plain(limits: StepLimits) -> list[float | None]:
             return [value if math.isfinite(value) else None for value in limits]
@@ -328,7 +328,7 @@ class RunHealth:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """The state of a checkpoint; empty for those of older versions."""
+        """Load the state of a checkpoint; it is empty in those of older versions."""
         if not state:
             return
         self._losses.values, self._norms.values = state["losses"], state["norms"]
@@ -348,15 +348,15 @@ class RunHealth:
 
 @dataclass(frozen=True)
 class Rollback:
-    """Go back to a checkpoint from before a spike, and pass over the samples that led to it."""
+    """A return to a checkpoint from before a spike, skipping the samples that led to it."""
 
     step: int
     """The first bad step."""
     begin: int
     end: int
-    """The range of samples to pass over."""
+    """The range of samples to skip."""
     rollbacks: int
-    """How many there were in a row, this one included."""
+    """Rollbacks in a row, this one included."""
 
     def __str__(self) -> str:
         return (

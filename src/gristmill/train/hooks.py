@@ -5,10 +5,10 @@
 A checkpoint includes the newest validation loss. None is saved after token files were found damaged
 or copies of the weights differ.
 
-Hooks run after all pending step results are read. Their time does not count as training time.
-A signal or the time limit ends the loop after the current step, with a checkpoint. Any process may
-receive the request. Every step all-reduces it, and all processes stop after the same step: the
-first by which every one of them has read it.
+Hooks run after all pending step results are read. Their time does not count as training time. A
+signal or the time limit ends the loop after the current step, with a checkpoint. Any process may
+receive such a request. It is all-reduced in every step, and all processes stop after the same step:
+the first one by which all of them have read it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Hook(Protocol):
     """Something that runs periodically."""
 
     phase: str
-    """The phase the run is in meanwhile, for the monitor."""
+    """The phase that the run is in while the hook acts, for the monitor."""
 
     def at_start(self) -> None:
-        """Before the first step of a new run."""
+        """Called before the first step of a new run."""
         ...
 
     def due(self, event: StepEvent) -> bool: ...
@@ -50,18 +50,18 @@ class Hook(Protocol):
     def act(self, event: StepEvent) -> None: ...
 
     def at_end(self, *, finished: bool) -> None:
-        """After the last step; `finished` is False if the run stops before its horizon."""
+        """Called after the last step; `finished` is False if the run stops before its horizon."""
         ...
 
 
 class PhaseMonitor(Protocol):
-    """Is told what this process begins to do."""
+    """Receives the phases of this process."""
 
     def phase(self, name: str, step: int = 0) -> None: ...
 
 
 class RollbackError(Exception):
-    """The run must go back to a checkpoint; raised on all processes after the same step."""
+    """The run must be rolled back to a checkpoint; raised on all processes after the same step."""
 
     def __init__(self, back: Rollback, checkpoint: int) -> None:
         super().__init__(f"going back to step {checkpoint}")
@@ -69,7 +69,7 @@ class RollbackError(Exception):
 
 
 class Hooks:
-    """Runs the hooks that are due, and decides whether to stop or to go back."""
+    """Runs the hooks that are due, and decides whether to stop or to roll back."""
 
     def __init__(
         self,
@@ -89,22 +89,22 @@ class Hooks:
         exit_every: Duration | None = None,
         steps_done: Callable[[], None] = lambda: None,
     ) -> None:
-        """`steps_done` is called after the last step, before everything that is due then.
+        """`steps_done` is called after the last step, before the hooks that are due then.
         `tells_others`: whether the strategy carries the signals of a process to all others.
-        `horizon_problem`: why the run cannot have another horizon, if it cannot."""
+        `horizon_problem` returns why the run cannot change to a horizon, or None if it can."""
         self.hooks, self.meter, self.tracker, self.stop = hooks, meter, tracker, stop
         self.monitor, self.account = monitor, account
         self.requests, self.tells_others = requests or RequestBox(), tells_others
         self.horizon_problem = horizon_problem
         self.steps_done = steps_done
-        # Whatever was told before is known to nobody any more.
+        # Signals sent before a restart of the loop are lost.
         self.requests.unflag()
         self._asked = set[str]()
-        """What is to be done after the next step, whether due or not."""
+        """Phases of hooks to run after the next step, whether they are due or not."""
         self._asked_stop: str | None = None
-        """Who asked the run to stop."""
+        """The request to stop, if there was one."""
         self.until: str | None = None
-        """The horizon that was asked for."""
+        """The requested horizon."""
         self.writer, self.resolved, self.control = writer, resolved, control
         self.exit_every, self._exits = exit_every, False
         self._progress = Progress()
@@ -116,7 +116,7 @@ class Hooks:
         return self.stop.reason is not None
 
     def signals(self) -> int:
-        """What this process tells all others in this step."""
+        """The signals of this process in this step, which are summed over all processes."""
         if self.tells_others:
             return int(self.asked_to_stop) + REQUEST * self.requests.flag()
         request = self.requests.take()
@@ -128,7 +128,8 @@ class Hooks:
         return int(self.asked_to_stop)
 
     def _fulfil_request(self) -> None:
-        """All processes learn what rank 0 was asked for, after the same step."""
+        """Broadcast the request that rank 0 has received, and carry it out, on all processes after
+        the same step."""
         self.meter.request_step = None
         message = self.control.broadcast(as_message(self.requests.take()))
         if message is None:
@@ -142,14 +143,14 @@ class Hooks:
         if request.action in ("stop", "until"):
             self.until, self._asked_stop = request.until, str(request)
         elif request.action == "validate":
-            # What it finds may be the best so far, which is saved.
+            # The validation may find a new best loss, which is then saved.
             self._asked = {"validation", "save"}
         for hook in self.hooks:
             if request.action == "save" and isinstance(hook, Checkpoint):
                 hook.put_off()
 
     def _refused(self, request: RunRequest) -> str | None:
-        """Why a request cannot be fulfilled; all processes find the same."""
+        """Why a request cannot be carried out, the same on all processes; None if it can."""
         if request.action == "validate" and all(h.phase != "validation" for h in self.hooks):
             return "this run has no validation"
         if request.until is None:
@@ -172,10 +173,10 @@ class Hooks:
         return self.meter.health.skip_limits(step)
 
     def skip_batches(self, before: Progress) -> Progress | None:
-        """The progress after a step that is passed over; None if the next step is not."""
+        """The progress after the next step if its batch is to be skipped, else None."""
         if not self.meter.health.skips_batch(before.samples):
             return None
-        # The processes may not have read the same steps yet.
+        # Processes may have read the results of different steps so far.
         self.meter.drain()
         samples = self.resolved.ramp.batch_at(before.samples)
         return before.after(samples=samples, tokens=samples * self.resolved.sequence)
@@ -189,7 +190,7 @@ class Hooks:
         self.meter.restart_clock()
 
     def begin_steps(self) -> None:
-        """The loop begins: its time is that of steps."""
+        """Count time as that of steps from now on."""
         if self.account is not None:
             self.account.phase("steps")
 
@@ -203,7 +204,7 @@ class Hooks:
 
     def after_step(self, event: StepEvent) -> None:
         self._progress = event.after
-        # All processes know this without asking.
+        # All processes decide this alike, without communication.
         self._exits = self.exit_every is not None and self.exit_every.due(event.before, event.after)
         for note in event.result.notes:
             self.tracker.say(note)
@@ -218,7 +219,7 @@ class Hooks:
             self.meter.restart_clock()
         self._phase("step")
         if self.account is not None:
-            # A checkpoint's line tells what was trained until then, if later steps are lost.
+            # The record at a checkpoint is kept in case later steps are lost.
             saved = any(hook.phase == "save" for hook in hooks)
             self.account.note(event.after.steps, keep=saved)
         # The next step may be the first of a larger batch.
@@ -233,12 +234,12 @@ class Hooks:
             self._roll_back()
 
     def _roll_back(self) -> None:
-        """Go back to before the spike, if there is a checkpoint from before it."""
+        """Roll back to before the spike, if there is a checkpoint from before it."""
         health = self.meter.health
         self.meter.drain()
         self.writer.wait()
         back = health.roll_back(self._progress.samples)
-        # The update before the first bad step may be what went wrong.
+        # The update before the first bad step may be the cause.
         step = self.control.on_rank0(lambda: self.writer.folder.newest_before(back.step - 1))
         if step is None:
             health.rollback_at = None

@@ -1,7 +1,7 @@
-"""Which documents a step of a run trained on, and which steps saw a place of its token sets.
+"""Which documents a step of a run trained on, and which steps trained on a place of a token set.
 
-Everything follows from the settings in the run folder; its records say how many samples were done
-after each step, and which batches were passed over.
+Both follow from the settings in the run folder, and from its records, which say how many samples
+were consumed after each step and which batches were skipped.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class RunSamples:
     stream: SampleStream
     tokenizer: Tokenizer
     steps: Sequence[int]
-    """The steps that were recorded, in their order."""
+    """The recorded steps, in order."""
     ends: Sequence[int]
-    """The samples that were done after each of them."""
+    """The samples consumed after each of them."""
 
     @property
     def last_step(self) -> int:
-        """The last step that was trained, as far as records tell."""
+        """The last recorded step."""
         return self.steps[-1] if self.steps else 0
 
     def of_step(self, step: int) -> range:
@@ -55,7 +55,7 @@ class RunSamples:
         return range(self._after(step - 1), self._after(step))
 
     def was_left_out(self, step: int) -> bool:
-        """Whether the run passed over the batch of a step, as far as records tell."""
+        """Whether the run skipped the batch of a step, according to its records."""
         every = self.config.track.every
         each = every.unit is Unit.STEPS and every.amount == 1
         place = bisect.bisect_left(self.steps, step)
@@ -63,7 +63,7 @@ class RunSamples:
         return each and step <= self.last_step and not recorded
 
     def step_of(self, sample: int) -> int | None:
-        """The step that trained on a sample; None if it was left out."""
+        """The step that trained on a sample; None if the sample was skipped."""
         low, high = 1, self.last_step
         while low < high:
             middle = (low + high) // 2
@@ -75,7 +75,7 @@ class RunSamples:
         return low if trained and not self.was_left_out(low) else None
 
     def documents(self, sample: int) -> list[DocumentPart]:
-        """What a sample consists of."""
+        """The documents of a sample."""
         return documents_of(self.stream, sample)
 
     def with_places(
@@ -84,7 +84,7 @@ class RunSamples:
         *,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Iterator[tuple[int, int]]:
-        """The number of each place and the steps, so far, that trained on the whole of it."""
+        """Pairs of the number of a place and a step so far that trained on all of it."""
         done = self._after(self.last_step)
         found = samples_with(self.stream, places, samples=done, progress=progress)
         for place, sample in found:
@@ -92,8 +92,8 @@ class RunSamples:
                 yield place, step
 
     def _after(self, step: int) -> int:
-        """Samples that are done after a step: as it recorded, or counted on from the last record
-        before."""
+        """Samples consumed after a step: as recorded, or extrapolated from the last record before
+        it."""
         place = bisect.bisect_right(self.steps, step) - 1
         known, samples = (self.steps[place], self.ends[place]) if place >= 0 else (0, 0)
         return self.resolved.ramp.samples_after(step - known, start=samples)
@@ -115,7 +115,7 @@ def open_samples(folder: Path) -> RunSamples:
     tokenizer = open_tokenizer(run.tokenizer)
     steps, ends = _recorded(run)
     if config.train.batch is None and steps:
-        # Given as micro-batches of each process, whose number only the records tell.
+        # Given as micro-batches per process, and only the records have the number of processes.
         train = config.train.model_copy(
             update={"batch": ends[0] // steps[0], "micro_batch": None, "accumulate": None}
         )
@@ -127,7 +127,7 @@ def open_samples(folder: Path) -> RunSamples:
 
 
 def _recorded(run: RunFolder) -> tuple[list[int], list[int]]:
-    """The steps that a run has recorded, and the samples after each of them."""
+    """The recorded steps of a run, and the samples consumed after each."""
     known = dict[int, int]()
     if run.metrics.is_file():
         for record in read_metrics(run.metrics, damaged=lambda line, why: None):

@@ -25,7 +25,7 @@ def train(
     until: Duration,
 ) -> bool:
     """Run steps until the horizon, or until a stop is requested; everything periodic is a hook.
-    Returns whether the horizon was reached, even if a stop was requested too."""
+    Returns whether the horizon was reached, even if a stop was requested as well."""
     if state.progress.steps == 0:
         hooks.at_start()
     hooks.begin_steps()

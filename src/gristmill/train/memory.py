@@ -1,12 +1,12 @@
-"""The memory of a run: what is said when it runs out, and the settings that are chosen to fit.
+"""The memory of a run: advice when it runs out, and settings chosen so that the run fits.
 
-    before the run    the plan is compared with what the device has; if it does not fit, the
-                      smallest change that does takes its place
-    in the first step the same once more, if the device ran out although the plan said that it fits
+    before the run    compare the planned memory with the device's; if the run does not fit, make
+                      the smallest change with which it does
+    in the first step the same once more, if memory ran out although the plan predicted a fit
 
-A micro-batch that the run file leaves open is chosen in any case; `train --fit` also changes one
-that it gives, and recomputation. The global batch and seeds stay, so the samples and their order
-do.
+A micro-batch size that the run file leaves open may always be chosen; with `train --fit` a given
+one and recomputation may change too. The global batch size and the seeds stay, and so do the
+samples and their order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PORTIONS = {("train", "batch"), ("train", "micro_batch")}
 
 
 def situation_of(config: RunConfig, resolved: Resolved, world: World) -> Situation:
-    """A run on this process's device."""
+    """The run on this process's device, as the planner needs it."""
     stage = world.at["pp"] if world.devices is None else None
     return Situation(config, world.layout, resolved.vocab, world.device.kind, stage)
 
@@ -44,7 +44,7 @@ def situation_of(config: RunConfig, resolved: Resolved, world: World) -> Situati
 def explainer(
     config: RunConfig, resolved: Resolved, world: World, folder: Path
 ) -> Callable[[str], TooLittleMemory | None]:
-    """What explains that a run ran out of memory."""
+    """A function that explains why a run ran out of memory."""
 
     def explain(what: str) -> TooLittleMemory | None:
         measured = world.device.measured_memory(processes=world.place.local_world or 1)
@@ -59,9 +59,9 @@ def explainer(
 def fitted(
     config: RunConfig, resolved: Resolved, world: World, control: ControlGroup, *, fit: bool
 ) -> Change | None:
-    """The change with which a run fits the devices of all processes, which decide alike; None if it
-    fits as it is. If only changes of another kind would help, nothing is changed. `fit`: whether
-    settings of the run file may be changed."""
+    """The change with which a run fits the devices of all processes, the same on all; None if the
+    run fits as it is, or if only changes that are not allowed would help. `fit`: whether settings
+    given in the run file may be changed."""
     measured = world.device.measured_memory(processes=world.place.local_world or 1)
     known = control.all_gather(0 if measured is None else available(measured))
     capacity = min(known)
@@ -80,13 +80,13 @@ def fitted(
 
 
 def may_change(change: Change, config: RunConfig, *, fit: bool) -> bool:
-    """Whether a run may make a change by itself."""
+    """Whether a run may make a change without being asked."""
     open_settings = _PORTIONS if leaves_micro_batch(config.train) else set()
     return all(path in open_settings or (fit and path[0] == FITTED) for path in change.settings)
 
 
 def note_of(change: Change, config: RunConfig) -> str:
-    """What is said about a choice."""
+    """The log message about a change."""
     note = f"to fit into memory: {described_change(change)}; the batch and seeds stay"
     draws = [
         name

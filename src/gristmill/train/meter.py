@@ -2,7 +2,7 @@
 
 On a GPU the host runs ahead. Each step queues an asynchronous copy of its scalars to pinned memory,
 and the host reads them when the copy is done, so a record is written at most two steps late.
-`settle` waits for all of them: before a validation, a save, or the end.
+`drain` waits for all of them: before a validation, a save, or the end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StepEvent:
     data_wait: float
     """Seconds spent waiting for the batch."""
     begun: Mark | None = None
-    """When the batch was there; None if the device cannot look into a step."""
+    """When the batch was available; None if a step cannot be timed inside."""
     computed: Mark | None = None
     """When the gradients of this process were computed."""
 
@@ -55,12 +55,12 @@ class _Pending:
     scalars: Callable[[], torch.Tensor]
     end: Mark
     compiled: float
-    """Seconds of compiling in this step, and since the one before."""
+    """Seconds of compilation in this step, and between it and the step before."""
 
 
 @dataclass
 class Steady:
-    """Steps of this process without its first one and without any that compiled something."""
+    """Totals over the steps of this process, except the first one and those that compiled."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -90,19 +90,18 @@ class Meter:
         pace: Pace | None = None,
         next_lr: Callable[[Progress, int], float] | None = None,
     ) -> None:
-        """`account` and `pace` are told how long the parts of each step took, if one can look into
-        it (`marks_steps`): for where the time went, and for finding slow processes. `next_lr` gives
-        the rate of the step after a progress and a number of skipped samples, for logs that show
-        it."""
+        """`account` (where the time went) and `pace` (to detect stragglers) receive the times of
+        the parts of each step, if a step can be timed inside (`marks_steps`). `next_lr` returns the
+        learning rate after a progress and a number of skipped samples, for logs that show it."""
         self.tracker, self.counters, self.every = tracker, counters, every
         self.cost, self.world, self.bad_steps = cost, world, bad_steps
         self.peak, self.health, self.compile_seconds = peak_flops, health, compile_seconds
         self.marks_steps = marks_steps
         self.account, self.pace, self.next_lr = account, pace, next_lr
         self.sources: RunSources | None = None
-        """What the records of steps tell of each source; None for nothing."""
+        """The breakdown of step records by source; None if it is not recorded."""
         self._compiled = 0.0
-        """Seconds of compiling before the last step."""
+        """Seconds of compilation up to the last step."""
         self._pending: deque[_Pending] = deque()
         self._last = world.device.mark()
         self._is_warm = False
@@ -110,13 +109,13 @@ class Meter:
         self.sample_seconds = 0.0
         self.steady = Steady()
         self.stop_step: int | None = None
-        """The step after which all processes stop: the first by which every one has read the
+        """The step after which all processes stop: the first one by which all have read the
         request."""
         self.request_step: int | None = None
-        """The step after which all processes fulfil a request that rank 0 has."""
+        """The step after which all processes carry out a request that rank 0 has received."""
 
     def mark(self) -> Mark | None:
-        """A mark inside a step; None if the step is one function that nobody can look into."""
+        """A mark inside a step; None if the step is a single compiled function."""
         return self.world.device.mark() if self.marks_steps else None
 
     def add(self, event: StepEvent) -> None:
@@ -131,7 +130,7 @@ class Meter:
         self._report()
 
     def _compile_seconds(self) -> float:
-        """Seconds of compiling since the last call."""
+        """Seconds of compilation since the last call."""
         before, self._compiled = self._compiled, self.compile_seconds()
         return self._compiled - before
 
@@ -163,7 +162,7 @@ class Meter:
             self._record(pending.event, pending.scalars().tolist(), compiled=pending.compiled > 0)
 
     def _note_parts(self, pending: _Pending) -> None:
-        """Tell how the time of a step divides."""
+        """Report how the time of a step divides into parts."""
         event, result = pending.event, pending.event.result
         compiled = min(pending.compiled, self.step_seconds)
         whole = self.step_seconds - compiled
@@ -183,14 +182,14 @@ class Meter:
             self.account.add_step({**parts, "data": data, "compile": compiled})
         computed = result.computed or event.computed
         if self.pace is not None and event.begun is not None and computed is not None:
-            # By the wall clock, which shows a busy core and a process that was stopped.
+            # By the wall clock, which includes waiting for a busy core, and a suspended process.
             own = max(0.0, computed.seconds_since(event.begun) - compiled)
             parts = {"data": data, "compute": own, "optimizer": optimizer}
             self.pace.add(event.after.steps, seconds=whole, **parts)
 
     def _record(self, event: StepEvent, scalars: list[float], *, compiled: bool) -> None:
         loss, norm, skipped, _, _, signals, *_ = scalars
-        # The first step by which every process has read this.
+        # The first step by which all processes have read this.
         known_at = event.after.steps + (AHEAD if self.world.device.is_async else 0)
         requests, stops = divmod(round(signals), REQUEST)
         if stops and self.stop_step is None:

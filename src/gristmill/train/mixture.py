@@ -1,4 +1,4 @@
-"""What the log says about the mixture of a run before it trains."""
+"""Messages of the log about the mixture of a run, before it trains."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gristmill.train.order import order_spec
 
 
 def mixture_notes(run: BuiltRun) -> tuple[list[str], list[str]]:
-    """What a run reads in every stage, and warnings about sources that run dry or repeat from here
-    on. Nothing of a run without stages and limits."""
+    """What a run reads in each stage, and warnings about sources that run dry or repeat from now
+    on. Empty for a run without stages and limits."""
     data, resolved, progress = run.config.data, run.resolved, run.state.progress
     train, spec = run.data.train, order_spec(data, resolved)
     plan = build_plan(data, train, spec)
@@ -36,7 +36,7 @@ def mixture_notes(run: BuiltRun) -> tuple[list[str], list[str]]:
 
 
 def absence(run: BuiltRun) -> list[str]:
-    """Why the losses of single sources are not recorded, if that was to be expected."""
+    """Why the losses of single sources are not recorded, if the settings ask for them."""
     asked = run.config.track.sources and len(run.config.data.sources) > 1
     if not asked or run.config.recorded_sources:
         return []
@@ -47,8 +47,8 @@ def absence(run: BuiltRun) -> list[str]:
 
 
 def steps_by_sample(resolved: Resolved, progress: Progress) -> Callable[[int], int]:
-    """Tells the step that trains on a sample, for a run that is at a progress: its batch may have
-    been another one before."""
+    """A function from a sample to the step that trains on it, for a run at this progress. Earlier
+    steps may have had a different batch size."""
 
     def step_of(sample: int) -> int:
         if sample < progress.samples:

@@ -1,14 +1,14 @@
-"""What runs beside training, in a thread of its own.
+"""The observer: a background thread that samples hosts, finds stragglers and receives requests.
 
-On the first process of each host the host is sampled, and the sample travels with its heartbeat.
-The leading process reads the heartbeats of all every few seconds:
+The first process of each host samples the host, and sends the sample with its heartbeat. The
+leading process reads the heartbeats of all processes every few seconds:
 
-    heartbeats of all ranks ──> processes.json        what each process does, for the live page
-                            ├─> StragglerDetector     processes that hold the others up
+    heartbeats of all ranks ──> processes.json        the state of each process, for the live page
+                            ├─> StragglerDetector     processes that slow the others down
                             └─> SystemRecord          how busy each host is
-    requests/               ──> RequestBox            what the live page asks for
+    requests/               ──> RequestBox            requests made on the live page
 
-Nothing here may hold training up or end it: a file system that hangs stops this thread only.
+Nothing here may delay or end training: a file system that hangs stops this thread only.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from gristmill.track.system import SystemSample, SystemSampler
 from gristmill.train.tracker import Tracker
 
 EVERY = 1.0
-"""Seconds between two looks at heartbeats and samples."""
+"""Seconds between two reads of heartbeats and samples."""
 FILES_EVERY = 3.0
-"""Seconds between two looks at files, which are mostly on a disk that many share."""
+"""Seconds between two accesses to files, which are often on a shared file system."""
 STARVATION_EVERY = 60.0
-"""Seconds between two looks at how much of the time training waited for data."""
+"""Seconds between two checks of how long training waited for data."""
 STARVED_FROM = 0.2
-"""The share of the time from which that is worth a warning."""
+"""The share of the time spent waiting for data that causes a warning."""
 
 
 class RunObserver:
     """Observes a run while it trains. `monitor` has the heartbeats of all processes, if there are
-    several; only the process that `leads` writes anything."""
+    several. Only the process that `leads` writes anything."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class RunObserver:
         self.stop()
 
     def facts(self) -> dict[str, Any]:
-        """What the heartbeats of this process tell about it."""
+        """Facts about this process for its heartbeats."""
         sample = None if self.sampler is None else self.sampler.latest()
         return {
             "stage": self.pace.stage,
@@ -103,11 +103,11 @@ class RunObserver:
         }
 
     def joules(self) -> float | None:
-        """Energy of all hosts since this process began to sample; None if none tells."""
+        """Energy of all hosts since this process began to sample; None if no host measures it."""
         return sum(self._joules.values()) if self._joules else None
 
     def start(self, monitor: Any, tracker: Tracker) -> None:
-        """Begin: records go to `tracker`, another one each time that a run goes back."""
+        """Start, or continue after a rollback, with records going to `tracker`."""
         self._tracker = tracker
         if self.sampler is not None:
             self.sampler.start()
@@ -117,12 +117,12 @@ class RunObserver:
             self._thread.start()
 
     def finish(self) -> None:
-        """Record what the host did until now, and observe no more."""
+        """Record the last sample, and stop observing."""
         self.stop()
         self._try_to_look()
 
     def stop(self) -> None:
-        """End the threads; one that a file system or a driver holds up is left behind."""
+        """End the threads, without waiting for one that hangs in a file system or driver."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(EVERY)
@@ -134,7 +134,7 @@ class RunObserver:
             self._try_to_look()
 
     def _try_to_look(self) -> None:
-        # A disk that is full or gone is reported by those who need it.
+        # A full or missing disk is reported by code that depends on it.
         if self.leads:
             with contextlib.suppress(OSError, UserError):
                 self._look()
@@ -164,7 +164,7 @@ class RunObserver:
             self._look_at_files(heartbeats, tracker)
 
     def _look_at_files(self, heartbeats: Sequence[Heartbeat], tracker: Tracker) -> None:
-        """Write what each process does, and read what is asked of the run."""
+        """Write the states of all processes, and read requests to the run."""
         if heartbeats:
             self._write_processes(heartbeats)
         read_requests(
@@ -238,7 +238,7 @@ def _paces(heartbeats: Sequence[Heartbeat]) -> list[ProcessPace]:
             one.host,
             one.facts.get("stage", 0),
             [tuple(note) for note in one.facts.get("pace", ())],
-            # The process that hosts the store has no link to it.
+            # The process that hosts the store has no network link to it.
             one.facts.get("link") if one.rank else None,
         )
         for one in heartbeats
@@ -247,7 +247,7 @@ def _paces(heartbeats: Sequence[Heartbeat]) -> list[ProcessPace]:
 
 
 def _process(heartbeat: Heartbeat) -> dict[str, Any]:
-    """What the live page shows of a process."""
+    """The facts about a process that the live page shows."""
     notes = heartbeat.facts.get("pace") or []
     known: dict[str, Any] = {"step_seconds": None, "parts": None}
     if len(notes) > 1:
@@ -271,7 +271,7 @@ def _process(heartbeat: Heartbeat) -> dict[str, Any]:
 
 
 def cause_of(part: str, *, loader: Mapping[str, float], system: Mapping[str, Any]) -> str | None:
-    """Why a process is slow in a part of a step, as far as measurements tell."""
+    """The probable cause of a process being slow in a part of a step, if measurements show one."""
     throttled = system.get("gpu_throttled") or ""
     if part == "link":
         return "its network link is slow"
@@ -283,7 +283,7 @@ def cause_of(part: str, *, loader: Mapping[str, float], system: Mapping[str, Any
 
 
 def _loader_trouble(effort: Mapping[str, float]) -> str | None:
-    """What a loader spends most of its time on."""
+    """The activity that a loader spends most of its time on."""
     if not any(effort.values()):
         return None
     return {
@@ -294,7 +294,7 @@ def _loader_trouble(effort: Mapping[str, float]) -> str | None:
 
 
 class _Starvation:
-    """Whether training waits for data, which is told once."""
+    """Checks whether training waits for data, and warns when that begins."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
@@ -303,7 +303,7 @@ class _Starvation:
         self._told = False
 
     def look(self, pace: Pace, effort: LoaderEffort) -> str | None:
-        """What to tell, once in a while."""
+        """The warning, if there is one; to be called now and then."""
         now = time.monotonic()
         if now - self._since < STARVATION_EVERY:
             return None
