@@ -1,4 +1,4 @@
-"""What decides the order of a run's samples, and whether it may change."""
+"""The settings that determine the order of a run's samples, and whether they may change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gristmill.track.folder import RunFolder
 
 
 def order_spec(data: DataConfig, resolved: Resolved, folder: RunFolder | None = None) -> OrderSpec:
-    """What the sample order of a run depends on."""
+    """The inputs of a run's sample order."""
     in_run = None if folder is None else folder.path / "index"
     return OrderSpec(
         sequence=resolved.sequence,
@@ -31,7 +31,7 @@ def order_spec(data: DataConfig, resolved: Resolved, folder: RunFolder | None = 
 def order_problem(
     data: DataConfig, resolved: Resolved, train: Mixture, state: TrainState
 ) -> str | None:
-    """Why a run cannot go on with other settings of its order; None if it can."""
+    """Why a run cannot continue with changed settings of its order; None if it can."""
     try:
         now: dict[str, Any] = order_identity(data, train, order_spec(data, resolved))
     except UserError as error:

@@ -1,12 +1,12 @@
-"""Computing steps of a run again, to tell a faulty device from a bad batch.
+"""Replays steps of a run, to tell a faulty device from a bad batch.
 
 The steps from a checkpoint up to the one in question are computed twice, with the run's own loop,
-and compared with each other and with what the run recorded:
+and compared with each other and with the run's records:
 
-    both replays differ                  the device does not compute reliably
-    both agree, the record differs       the run computed something else then: a fault that passed,
-                                         or other versions, threads or processes
-    all agree                            the device is not to blame: look at batch and settings
+    the replays differ                   the device does not compute reliably
+    they agree, the record differs       the run computed something else at the time: a temporary
+                                         fault, or different versions, threads or processes
+    all agree                            the device is not at fault: check the batch and settings
 
 Nothing is written into the run folder.
 """
@@ -45,18 +45,18 @@ from gristmill.train.stop import StopRequest
 from gristmill.train.tracker import Tracker
 
 TOLERANCE = 0.02
-"""Relative difference that other versions, threads or layouts may make."""
+"""Relative difference that different versions, threads or layouts may cause."""
 
 
 class StepNumbers(NamedTuple):
-    """What is compared of a step."""
+    """The numbers of a step that are compared."""
 
     loss: float
     norm: float
 
 
 class WorstSample(NamedTuple):
-    """A sample of the step, and its loss with the weights from before the step."""
+    """A sample of the step, with its loss under the weights before the step."""
 
     sample: int
     loss: float
@@ -65,10 +65,10 @@ class WorstSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """What two replays found."""
+    """The result of two replays."""
 
     start: int
-    """The step of the checkpoint they began at."""
+    """The step of the checkpoint that they started from."""
     step: int
     first: Mapping[int, StepNumbers]
     second: Mapping[int, StepNumbers]
@@ -78,7 +78,7 @@ class Replay:
     differences: list[str]
     """Why the record may differ within rounding."""
     changed: list[str]
-    """Settings that are not those of the run."""
+    """Settings that differ from those of the run."""
     worst: list[WorstSample]
 
     @property
@@ -90,7 +90,7 @@ class Replay:
 
     @property
     def departs_at(self) -> int | None:
-        """The first step that the run recorded otherwise."""
+        """The first step whose record differs from the replays."""
         return next(
             (
                 step
@@ -133,7 +133,8 @@ class _Collect:
 def replay_step(
     config: RunConfig, step: int, *, progress: Callable[[int, int, int], None]
 ) -> Replay:
-    """Compute the steps up to `step` twice. `progress` gets the round, the step and the first."""
+    """Compute the steps up to `step` twice. `progress` is called with the round, the step and the
+    first step."""
     folder = run_folder(config)
     if config.parallel.decentralized:
         raise UserError(
@@ -204,7 +205,8 @@ def replay_step(
 
 
 def _for_replay(config: RunConfig) -> RunConfig:
-    """Record every step, never give up, and compute the same twice, on a GPU too."""
+    """Settings with which every step is recorded, no step ends the run, and computation is
+    deterministic on a GPU too."""
     changes = {
         "track": {"every": Duration(1, Unit.STEPS)},
         "train": {"bad_steps": 10**9},
@@ -215,7 +217,7 @@ def _for_replay(config: RunConfig) -> RunConfig:
 
 
 class _ReplayHooks(Hooks):
-    """Reads results, and draws no consequences from them."""
+    """Reads the results of steps, without acting on them."""
 
     def after_step(self, event: StepEvent) -> None:
         self.meter.add(event)
@@ -227,11 +229,11 @@ class _ReplayHooks(Hooks):
 def _skipped_later(
     config: RunConfig, checkpoints: CheckpointFolder, start: int
 ) -> list[tuple[int, int]]:
-    """Samples behind a checkpoint that the run did not train on, because it went back to there or
-    before and passed over them. Only later checkpoints know of it."""
+    """Samples after a checkpoint that the run did not train on, because it was rolled back and
+    skipped them. Only later checkpoints record this."""
     guard = config.train.guard
     if guard is None or guard.action != "rollback":
-        # Steps that the guard skipped were computed, and are computed again.
+        # Batches whose update the guard skipped were computed, so they are replayed.
         return []
     ranges = list[tuple[int, int]]()
     for path in checkpoints.committed():
@@ -286,7 +288,7 @@ def _worst_samples(run: BuiltRun, count: int = 3) -> list[WorstSample]:
         WorstSample(first + number, run.strategy.evaluate([sample]), _text(run, sample))
         for number, sample in enumerate(_single(build_loader(run).step_batches(first)))
     ]
-    # A loss that is not finite is the worst of all.
+    # A loss that is not finite ranks highest.
     samples.sort(
         key=lambda sample: sample.loss if math.isfinite(sample.loss) else math.inf, reverse=True
     )
@@ -294,7 +296,7 @@ def _worst_samples(run: BuiltRun, count: int = 3) -> list[WorstSample]:
 
 
 def _single(batches: list[Batch]) -> Iterator[Batch]:
-    """The samples of batches, one by one."""
+    """The samples of batches, one at a time."""
     for batch in batches:
         for row in range(batch.samples):
             parts = {

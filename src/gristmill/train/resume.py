@@ -1,7 +1,7 @@
 """Resuming from a run folder.
 
-newest usable checkpoint -> state      damaged newer ones are set aside with a warning; without any,
-                                       that of another run, if checkpoint.load names one
+newest usable checkpoint -> state      damaged newer ones are moved aside with a warning; without
+                                       any, that of the run in checkpoint.load, if given
 metrics.jsonl                          cut back to the checkpoint's step
 best.json                              checked, rebuilt if it is damaged
 run.toml, origin.txt, environment.json, tokenizer/   rewritten at every start
@@ -52,8 +52,8 @@ class Resumed:
 
 
 def resume(run: BuiltRun) -> Resumed:
-    """Load the newest checkpoint that can be used, if there is one, and bring the folder in line
-    with it."""
+    """Load the newest usable checkpoint, if there is one, and make the folder consistent with
+    it."""
     folder, notes, saved = run.folder, list[str](), dict[str, Any]()
     checkpoints, control = CheckpointFolder(folder.checkpoints), run.control
     checkpoints.clean(control)
@@ -95,8 +95,8 @@ def resume(run: BuiltRun) -> Resumed:
 
 
 def _find_in_other_run(run: BuiltRun, load: Callable[[Path], list[Problem]]) -> CheckpointSearch:
-    """Load the newest checkpoint of the run in checkpoint.load that can be used. Nothing there is
-    changed."""
+    """Load the newest usable checkpoint of the run in checkpoint.load, without changing that
+    run."""
     source = Path(str(run.config.checkpoint.load))
     run.control.on_rank0(partial(_require_own_kind, source))
     search = CheckpointFolder(RunFolder(source).checkpoints).newest_intact(run.control, check=load)
@@ -113,7 +113,7 @@ def _find_in_other_run(run: BuiltRun, load: Callable[[Path], list[Problem]]) -> 
 
 
 def _require_own_kind(source: Path) -> None:
-    """Refuse a folder that holds checkpoints, but of another program."""
+    """Refuse a folder with checkpoints of another program."""
     if (source / "latest_checkpointed_iteration.txt").is_file():
         raise UserError(
             "this holds a checkpoint of Megatron, of which only the weights can be read",
@@ -127,7 +127,7 @@ def _require_own_kind(source: Path) -> None:
 def _notes_on_other_run(
     run: BuiltRun, search: CheckpointSearch, saved: dict[str, Any]
 ) -> list[str]:
-    """What the user should know about a start from another run."""
+    """Messages for the user about a start from another run."""
     source = run.config.checkpoint.load
     if search.path is None:
         return [f"checkpoint.load {source} holds no checkpoint; starting at step 0"]
@@ -145,7 +145,7 @@ def _notes_on_other_run(
 
 
 def _load(run: BuiltRun, path: Path, *, other_run: bool = False) -> dict[str, Any]:
-    """Put a checkpoint into the state and the strategy; returns the content of its state.json."""
+    """Load a checkpoint into the state and the strategy; returns the content of its state.json."""
     saved = restore(run.state, path, other_run=other_run)
     try:
         run.strategy.load(run.state.strategy)
@@ -155,9 +155,8 @@ def _load(run: BuiltRun, path: Path, *, other_run: bool = False) -> dict[str, An
 
 
 def _fit_folder(run: BuiltRun) -> list[str]:
-    """Bring the rest of the folder in line with the state; returns what the user should know. These
-    files are records of the run: a damaged one is set aside and never keeps the run from
-    resuming."""
+    """Make the rest of the folder consistent with the state; returns messages for the user. These
+    files are records of the run: a damaged one is moved aside and never prevents a resume."""
     folder, best, notes = run.folder, run.state.best, list[str]()
     if best is not None and run.config.checkpoint.keep_best:
         # The run may have been killed between a save and its best.json.
@@ -196,8 +195,8 @@ def _fit_folder(run: BuiltRun) -> list[str]:
 
 
 def _checked_tasks(run: BuiltRun) -> dict[str, Any] | None:
-    """The tasks that all training sets were checked against; None if one does not say, or if the
-    weights come from elsewhere."""
+    """The tasks that all training sets were decontaminated against; None if a set does not record
+    it, or if the weights come from elsewhere."""
     if run.config.model.initial_weights is not None:
         return None
     checked = [split.reader.checked for split in run.data.train.splits]
@@ -213,7 +212,7 @@ def _set_aside(file: Path, why: str) -> str:
 def _find_best(
     run: BuiltRun, checkpoints: CheckpointFolder
 ) -> tuple[tuple[int, float] | None, list[str]]:
-    """The best loss up to this step, and what the user should know about it."""
+    """The best loss up to this step, and messages for the user about it."""
     state, keep, notes = run.state, run.config.checkpoint.keep_best, list[str]()
     known, steps = [state.best], state.progress.steps
     try:
@@ -252,8 +251,8 @@ def _all_damaged(search: CheckpointSearch, folder: RunFolder) -> UserError:
 
 
 def _check_lost(folder: RunFolder) -> list[str]:
-    """Refuse to train a run from the beginning again that has no checkpoint any more; returns what
-    the user should know about one that never had any."""
+    """Refuse to restart a run from the beginning whose checkpoints are gone; returns messages for
+    the user about a run that never had any."""
     step = max(folder.last_step(), folder.read_status().get("step", 0))
     if not folder.has_saved():
         again = f"the run came to step {step}, but no checkpoint was saved; starting over at step 0"

@@ -1,11 +1,11 @@
-"""A run, from its settings to what comes of it: what the command line does, as an object.
+"""The `Run` class: training, evaluation and generation in Python, as on the command line.
 
     run = Run.open("run.toml", "optim.lr=3e-4")
     run.train()                    lock the folder -> build -> resume -> train -> outcome
     run.evaluate(text="book.txt")
     run.generate("Once upon a time")
 
-In a program that is started by torchrun, srun or mpirun every process does the same, and they train
+In a program started by torchrun, srun or mpirun, every process makes the same calls, and they train
 together. Rank 0 locks the folder and writes everything in it, except the other ranks' checkpoint
 shards and logs.
 """
@@ -44,10 +44,10 @@ from gristmill.train.validate import Validated, validate_run
 
 
 class Run:
-    """A run: its settings, and the folder where everything that comes of it is."""
+    """A run: its settings and its folder."""
 
     def __init__(self, config: RunConfig, *, translation: str = "") -> None:
-        """`translation`: what the command of another program amounts to, for origin.txt."""
+        """`translation`: the translated command of another program, for origin.txt."""
         self.config = config
         self._folder = run_folder(config, translation=translation)
 
@@ -59,16 +59,16 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run folder; it need not be there yet."""
+        """The run folder, which need not exist yet."""
         return self._folder.path
 
     @property
     def status(self) -> dict[str, Any]:
-        """What status.json says: the state, the step and more; empty before the first start."""
+        """The content of status.json: state, step and more. Empty before the first start."""
         return self._folder.read_status()
 
     def records(self) -> Iterator[Record]:
-        """Everything that the run has recorded so far: steps, validations, samples, events."""
+        """All records of the run so far: steps, validations, samples, events and others."""
         if self._folder.metrics.is_file():
             yield from read_metrics(self._folder.metrics, damaged=lambda line, why: None)
 
@@ -83,17 +83,17 @@ class Run:
         fit: bool = False,
         ends_process: bool = False,
     ) -> Outcome:
-        """Train, or resume from the newest checkpoint that is intact. Signals stop it after a step,
+        """Train, or resume from the newest intact checkpoint. Signals stop training after a step,
         with a checkpoint.
 
         `fresh` moves an existing run aside and starts over; `start_from`, a step or "best", goes
-        back to that checkpoint. `stop` handles signals already; if None, this does. `fit` lowers
-        the micro-batch, or recomputes activations, if the run does not fit into memory.
-        `ends_process`: nothing will be compiled in this process any more.
+        back to that checkpoint. `stop` already handles signals; if None, this call does. `fit`
+        reduces the micro-batch, or recomputes activations, if the run does not fit into memory.
+        `ends_process`: nothing else will be compiled in this process.
         """
         place = ProcessInfo.current()
         mesh = device_mesh(self.config, place)
-        # A program that is not ours may have done other things before.
+        # A user's program may have run for a while before this call.
         began = time.time() if stop is None else process_began()
         elastic = self.config.parallel.elastic and place.world > 1
         claim = FolderClaim(self._folder, fresh=fresh, start_from=start_from)
@@ -118,7 +118,7 @@ class Run:
         fit: bool,
         ends_process: bool,
     ) -> Outcome:
-        """Train with processes that all stay to the end."""
+        """Train with a fixed set of processes."""
         config, folder = self.config, self._folder
         with self._monitored(place) as monitor:
             world = open_run_world(config, mesh, place)
@@ -162,22 +162,22 @@ class Run:
 
     @contextlib.contextmanager
     def _monitored(self, place: ProcessInfo) -> Iterator[Monitor]:
-        """Monitor the other processes, whose loss ends this one."""
+        """The monitor, which ends this process if another one is lost."""
         limits = Limits.of(self.config.parallel, save=self.config.checkpoint.timeout)
         monitor = Monitor(place, limits=limits, log=self._folder.rank_log(place.rank))
         with located_errors(self._folder, monitor), monitor:
             yield monitor
 
     def validate(self, *, checkpoint: str | None = None) -> Validated:
-        """The run's own validation at its newest checkpoint that is intact, or at a step or "best",
-        beside what the run recorded there. Changes nothing."""
+        """The run's own validation at its newest intact checkpoint, or at a step or "best",
+        compared with the record from that step. Changes nothing."""
         return validate_run(self.config, checkpoint=checkpoint)
 
     def replay(
         self, step: int, *, progress: Callable[[int, int, int], None] = lambda *done: None
     ) -> Replay:
-        """Compute a step twice again, to tell a faulty device from a bad batch. Changes nothing.
-        `progress` gets the round, the step and the first step."""
+        """Compute a step twice more, to tell a faulty device from a bad batch. Changes nothing.
+        `progress` is called with the round, the step and the first step."""
         return replay_step(self.config, step, progress=progress)
 
     # ------------------------------------------------------------------ the model

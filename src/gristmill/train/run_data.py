@@ -1,4 +1,4 @@
-"""The texts of a run and its tokenizer, opened and held against each other."""
+"""Opens the data and the tokenizer of a run, and checks that they match."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gristmill.track.folder import RunFolder
 def open_run_data(
     config: RunConfig, folder: RunFolder, chat: ChatEncoder | None, *, shows: bool
 ) -> tuple[RunData, Tokenizer]:
-    """Everything that a run reads, and its tokenizer. `shows`: whether progress is shown."""
+    """The data of a run and its tokenizer. `shows`: whether to show progress."""
     sequence = config.data.sequence or config.model.context
     if chat is None:
         data = open_data(config.data, sequence=sequence)
@@ -39,7 +39,7 @@ def open_run_data(
 
 
 def _open_tokenizer(config: RunConfig, data: RunData) -> Tokenizer:
-    """The tokenizer the token files were made with, checked by its fingerprint or by the ids."""
+    """The tokenizer that made the token files, checked by its fingerprint or by the ids."""
     train = data.train.splits
     given = config.data.tokenizer or f"{train[0].path}.tokenizer"
     known = any(split.reader.info.tokenizer is not None for split in train)

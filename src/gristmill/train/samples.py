@@ -40,7 +40,7 @@ class Sample:
         folder: RunFolder,
         chat: ChatEncoder | None = None,
     ) -> None:
-        """With `chat`, prompts are messages, and samples the answers to them."""
+        """With `chat`, prompts are messages of a user, and samples are the answers."""
         self.config, self.tracker, self.state, self.folder = config, tracker, state, folder
         self.chat = chat
         self.strategy, self.tokenizer = strategy, tokenizer
@@ -58,7 +58,7 @@ class Sample:
 
     def at_end(self, *, finished: bool) -> None:
         step = self.state.progress.steps
-        # The process may have been lost after it wrote them and before the run was complete.
+        # They may exist if an earlier start was lost after writing them, before the run completed.
         if finished and self._done_at != step and not self._file(step).is_file():
             self._write()
 

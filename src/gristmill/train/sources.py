@@ -1,4 +1,4 @@
-"""What the records of steps tell of each source of a mixture."""
+"""The breakdown of step records by source of a mixture."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class RunSources:
 
     names: tuple[str, ...]
     taken: Callable[[int], list[int]]
-    """How many of the first samples are from each."""
+    """Returns how many of the first samples are from each source."""
     sequence: int
 
     def told(self, samples: int, by_source: Sequence[float]) -> dict[str, dict[str, Any]]:
-        """What is recorded of a step after which so many samples are done, given the sum of losses
-        and the counted tokens of each source."""
+        """The breakdown in the record of a step, after which `samples` are consumed. `by_source`:
+        the sums of losses, followed by the counted tokens, of each source."""
         count = len(self.names)
         losses, counted = by_source[:count], by_source[count:]
         read = self.taken(samples)

@@ -1,5 +1,5 @@
 """Requests to stop a run early, with a checkpoint. Imports nothing slow, so that signals are
-handled from the very start."""
+handled from the start of the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.time_limit: float | None = None
-        """Seconds since `started`: that of this process, or of its job, whose time it is."""
+        """Seconds since the start of this process, or of its job, to which the time limit
+        applies."""
         self.started = time.monotonic() - _seconds_before()
         self._before: dict[signal.Signals, Callable[..., object] | int | None] = {}
 
@@ -47,7 +48,7 @@ class StopRequest:
 
 
 def _seconds_before() -> float:
-    """How long the job of this process has run before it; 0 without a job that says so."""
+    """How long the job had run before this process; 0 if there is no job that reports its start."""
     began = job_began()
-    # A clock that is behind that of the job's first node must not give more time.
+    # If this clock is behind that of the job's first node, that must not extend the time.
     return 0.0 if began is None else max(0.0, time.time() - began)

@@ -1,7 +1,7 @@
-"""Scores on downstream tasks while a run trains.
+"""The hook that scores downstream tasks while a run trains.
 
-The rank that records the run computes them on the whole model, in the run's number format; the
-others wait for it, no longer than `parallel.timeout`.
+The rank that records the run evaluates the whole model, in the run's number format. The others wait
+for it, at most for `parallel.timeout`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EvaluateTasks:
         state: TrainState,
         folder: RunFolder,
     ) -> None:
-        """`tasks` are needed only where the whole model is."""
+        """`tasks` are needed only on the rank with the whole model."""
         self.every, self.tasks, self.items, self.precision = every, tasks, items, precision
         self.strategy, self.tokenizer, self.tracker = strategy, tokenizer, tracker
         self.state, self.folder = state, folder
@@ -52,7 +52,7 @@ class EvaluateTasks:
         self._said = set[str]()
 
     def at_start(self) -> None:
-        """Nothing: a model that has learnt nothing guesses."""
+        """Do nothing: an untrained model only guesses."""
 
     def due(self, event: StepEvent) -> bool:
         return self.every.due(event.before, event.after)
@@ -70,7 +70,7 @@ class EvaluateTasks:
         if model is None:
             return
         was_training = model.training
-        # The process may have been lost in the midst of this step's evaluation.
+        # An earlier start may have been lost during this step's evaluation.
         records = records_at(self.folder.metrics, step=step)
         known = {record.name for record in records if isinstance(record, EvaluationRecord)}
         for task in self.tasks:
@@ -83,7 +83,7 @@ class EvaluateTasks:
         model.train(was_training)
 
     def _warn(self, text: str) -> None:
-        """Say something, but not at every evaluation."""
+        """Write a message once, not at every evaluation."""
         if text not in self._said:
             self._said.add(text)
             self.tracker.say(text, level="warning")

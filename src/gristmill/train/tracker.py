@@ -39,13 +39,12 @@ if TYPE_CHECKING:
     from gristmill.track.alerts import Alerts, Rule
 
 _DELIVERY = 15.0
-"""Seconds that the end of a run waits for alerts to be delivered."""
+"""Seconds to wait for the delivery of alerts at the end of a run."""
 _RUN_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}\n?")
 
 
 class Tracker:
-    """Sends records to all sinks, stamped with the run's progress, and alerts to whoever is to be
-    told of them."""
+    """Sends records to all sinks, stamped with the run's progress, and alerts to their targets."""
 
     def __init__(
         self,
@@ -80,14 +79,14 @@ class Tracker:
         self.write(SampleRecord(**self._stamp(), prompt=prompt, text=text))
 
     def phase(self, name: str) -> None:
-        """What the run does from now on, such as "step" or "validation": alerts about missing
-        progress are more patient outside of steps."""
+        """Set the phase of the run, such as "step" or "validation". Alerts about missing progress
+        wait longer outside of steps."""
         if self.alerts is not None:
             self.alerts.phase(name)
 
     def alert(self, rule: Rule, message: str, *, wait: float = 0.0) -> None:
-        """Tell of this, if the run has alerts and asks for it. `wait`: seconds to wait for the
-        delivery at most, if the process is about to be ended; `close` waits in any case."""
+        """Send an alert, if the run has alerts of this kind. `wait`: maximum seconds to wait for
+        the delivery if the process is about to end; otherwise `close` waits."""
         if self.alerts is not None:
             self.alerts.tell(rule, message)
             if wait:
@@ -101,7 +100,7 @@ class Tracker:
     def close(self) -> None:
         """Close all sinks, last to first, so that earlier ones can still record a failure."""
         if self.alerts is not None:
-            # Without the lock: a delivery is recorded when it is made.
+            # Without the lock, since a delivery writes a record.
             self.alerts.detach(seconds=_DELIVERY)
         with self._lock, ExitStack() as stack:
             for sink in self.sinks:
@@ -127,8 +126,8 @@ def build_tracker(
     """Console, run folder and tracking services on the rank that `leads`; only a log file on other
     ranks, and no alerts.
 
-    If a file or service fails, the console shows one warning and training continues. Records of
-    the files are written when there is room again.
+    If a file or service fails, the console shows one warning and training continues. Records for
+    the files are kept and written once that is possible again.
     """
     horizon = Horizon(steps, samples)
     if not leads:
@@ -141,7 +140,7 @@ def build_tracker(
         "train.log": LogSink(folder.log, horizon=horizon),
     }
     services = _build_services(config, folder)
-    # A terminal that goes away (a closed window, `| head`) must not end the run.
+    # A closed terminal or pipe (`| head`) must not end the run.
     terminal = Guarded(console, name="the terminal", report=lambda warning: None)
     guarded = [
         Guarded(sink, name=name, report=terminal.write, keep=keep)
@@ -152,10 +151,10 @@ def build_tracker(
 
 
 def build_alerts(config: RunConfig, folder: RunFolder, *, steps: int) -> Alerts | None:
-    """The alerts of this start of a run, for the rank that leads; None if nobody is to be told."""
+    """The alerts of this start of a run, on the rank that leads; None if there are no targets."""
     if config.alert is None:
         return None
-    # Most runs have none, and it imports what talks to servers.
+    # Most runs have none, and the module imports HTTP clients.
     from gristmill.track.alerts import Alerts, build_targets
 
     targets = build_targets(config.alert)
@@ -167,7 +166,7 @@ def _build_services(config: RunConfig, folder: RunFolder) -> dict[str, Sink]:
     services: dict[str, Sink] = {}
     if config.track.tensorboard:
         services["TensorBoard"] = TensorBoardSink(folder.path / "tensorboard")
-    # Others may read what a service shows, and an address may hold a password.
+    # Others may see the settings in a service, and an address may contain a password.
     shown = config.model_copy(update={"alert": None})
     settings = {"run.toml": dump_run(shown), **shown.model_dump(mode="json")}
     mode = None if config.track.wandb is None else wandb_mode(config.track.wandb.mode)

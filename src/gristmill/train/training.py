@@ -1,11 +1,11 @@
-"""Training of a run that is built: resume, loop, and once more each time that the run goes back.
+"""Training of an assembled run: resume, then the loop; again after each rollback.
 
     resume -> tracker, health -> hooks around the loop -> Outcome
                  ^                                  |
                  '------- RollbackError ------------'
 
-Whoever calls this has opened the world and locked the folder: `Run.train`, or `train_elastic` for
-each view of the workers that are there.
+The caller has opened the world and locked the folder: `Run.train`, or `train_elastic` for each view
+of its workers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from gristmill.track.alerts import Rule
 
 _LAST_WORDS = 4.0
-"""Seconds that an alert has before this process is ended."""
+"""Seconds for the delivery of an alert before this process is ended."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Outcome:
     step: int
     best_loss: float | None
     until: str | None = None
-    """The new horizon, if the run stopped because one was asked for."""
+    """The new horizon, if the run stopped to change it."""
 
 
 class PeerMonitor(Protocol):
-    """What training asks of whoever monitors the other processes of the run: `Monitor`, or
-    `ElasticMonitor` where workers may come and go."""
+    """The interface of the monitor of other processes: `Monitor`, or `ElasticMonitor` in an elastic
+    run."""
 
     @property
     def place(self) -> ProcessInfo: ...
@@ -92,25 +92,25 @@ class PeerMonitor(Protocol):
 
     @property
     def where(self) -> str:
-        """This process and what it is doing."""
+        """This process and its phase, for messages."""
         ...
 
     @property
     def others_continue(self) -> bool:
-        """Whether the others go on with the run if this process fails."""
+        """Whether the others continue the run if this process fails."""
         ...
 
     facts: Callable[[], Mapping[str, Any]]
-    """What else the heartbeats of this process tell."""
+    """Returns further content of this process's heartbeats."""
 
     everyone: tuple[Heartbeat, ...]
-    """The last heartbeats of all processes, on the one that leads."""
+    """The last heartbeats of all processes, on the leading one."""
 
     on_exit: Callable[[str], None] | None
     """Called with the reason, when this process is about to be ended."""
 
     def phase(self, name: str, step: int = 0) -> None:
-        """Say what this process begins to do."""
+        """Report the phase that this process enters."""
         ...
 
     def explain(self, error: BaseException) -> BaseException | None:
@@ -120,7 +120,7 @@ class PeerMonitor(Protocol):
 
 @contextlib.contextmanager
 def located_errors(folder: RunFolder, monitor: PeerMonitor) -> Iterator[None]:
-    """Note on unexpected errors where they happened and which log has more."""
+    """Add to unexpected errors where they happened, and which log has details."""
     try:
         yield
     except UserError:
@@ -136,7 +136,8 @@ def located_errors(folder: RunFolder, monitor: PeerMonitor) -> Iterator[None]:
 
 
 class Training:
-    """Trains a built run: from the state that `resume` finds to its end, a stop or an error."""
+    """Trains an assembled run, from the state that `resume` loads to the end, a stop or an
+    error."""
 
     def __init__(
         self,
@@ -150,10 +151,10 @@ class Training:
         fit: bool = False,
         ends_process: bool = False,
     ) -> None:
-        """`began`: when the start of the run began, in seconds since 1970. If its first step runs
-        out of memory, the run begins again with less: by settings that `given`, what the user
-        wrote, leaves open, or with `fit` by others. `ends_process`: nothing is
-        compiled after it."""
+        """`began`: when this start of the run began, in seconds since 1970. If the first step runs
+        out of memory, the run starts again with settings that need less: those that `given`, the
+        user's settings, leaves open or, with `fit`, others too. `ends_process`: nothing is
+        compiled afterwards."""
         self.fit, self._first_step = fit, -1
         self.ends_process = ends_process
         self.given = run.config if given is None else given
@@ -162,7 +163,7 @@ class Training:
             stop.time_limit = parse_seconds(run.config.train.time_limit)
         leads = run.control.is_rank0
         queued = _queued_since(run.folder) if leads else None
-        # Somebody's interactive job did other things before.
+        # An interactive job may have done other things before.
         job = job_began(of_scheduler=queued is not None)
         self.account = WallAccount(
             run.folder.time if leads else None, began=job or began, queued=queued
@@ -180,8 +181,8 @@ class Training:
             self.alerts = build_alerts(run.config, run.folder, steps=run.resolved.steps)
         monitor.facts, self.account.joules = self.observer.facts, self.observer.joules
         self._done_before = run.control.on_rank0(partial(_done_step, run.folder))
-        """The step at which an earlier call completed the run, by its own account. One that was
-        lost before it may have left its last evaluation or samples out."""
+        """The step at which an earlier start completed the run, according to its status. A start
+        that was lost before that may lack the last evaluation or samples."""
 
     def to_the_end(
         self,
@@ -189,9 +190,8 @@ class Training:
         *,
         track: Callable[[Tracker], Tracker] = lambda tracker: tracker,
     ) -> Outcome:
-        """Resume and train; again each time that the run goes back to an older checkpoint.
-        `resume` brings the state to where training goes on; `track` may change where records
-        go."""
+        """Resume and train, and again after each rollback. `resume` loads the state from which
+        training continues; `track` may wrap the tracker."""
         with self.observer:
             return self._to_the_end(resume, track=track)
 
@@ -227,11 +227,11 @@ class Training:
             except RollbackError as error:
                 aside = run.control.on_rank0(partial(_move_later, run.folder, error.checkpoint))
                 rolled_back = (error.back, health)
-                # For the next time around, whose records begin at that step.
+                # For the next iteration, whose records begin at that step.
                 where = f"went back to step {error.checkpoint}; what came after it is in {aside}"
                 notes = [f"{error.back}; {where}"]
             except BaseException as error:
-                # When another process is lost, this error is only a consequence.
+                # If another process was lost, this error is only a consequence.
                 cause = self.monitor.explain(error) or error
                 if isinstance(cause, ViewChangedError):
                     run.state.health = health.state()
@@ -248,8 +248,8 @@ class Training:
                 tracker.close()
 
     def _train(self, tracker: Tracker, health: RunHealth, *, continues: bool) -> Outcome:
-        """The loop, with everything around it. `continues`: from memory, after a change of
-        workers, which may have interrupted a validation or a save."""
+        """The loop and everything around it. `continues`: from memory after a change of workers,
+        which may have interrupted a validation or a save."""
         run, config, state = self.run, self.run.config, self.run.state
         reached = state.progress.reached(config.train.until)
         validated = (reached or continues) and is_validated(run)
@@ -323,7 +323,7 @@ class Training:
                 run.strategy.close()
             except BaseException:
                 if self.monitor.others_continue:
-                    # They may have to go on from here: record what has been computed.
+                    # The others may continue from here: record what has been computed.
                     with contextlib.suppress(Exception):
                         hooks.meter.drain()
                 raise
@@ -337,7 +337,7 @@ class Training:
         return replace(self._ended(finished=finished), until=hooks.until)
 
     def out_of_memory(self, what: str) -> UserError | None:
-        """What is said when the run has run out of memory, and whether it begins again."""
+        """The error to raise when memory runs out; it says whether the run starts again."""
         run = self.run
         error = explainer(run.config, run.resolved, run.world, run.folder.path)(what)
         first = run.state.progress.steps == self._first_step
@@ -347,7 +347,7 @@ class Training:
         return error
 
     def _ended(self, *, finished: bool) -> Outcome:
-        """The outcome, which the run folder tells from now on."""
+        """The outcome, which is also written to the status of the run folder."""
         run, best = self.run, self.run.best_loss
         step, exit = run.state.progress.steps, Exit.DONE if finished else Exit.STOPPED
         if run.control.is_rank0:
@@ -356,12 +356,12 @@ class Training:
         return Outcome(run.folder.path, exit, step, best)
 
     def _lost(self, tracker: Tracker, why: str) -> None:
-        """This process is about to be ended because of another."""
+        """Called when this process is about to be ended because of another."""
         self._failed(tracker, why, rule="rank_lost", wait=_LAST_WORDS)
 
     def _failed(self, tracker: Tracker, why: str, *, rule: Rule, wait: float = 0.0) -> None:
         step = self.run.state.progress.steps
-        # First, since a disk that hangs holds up everything else.
+        # First, since a disk that hangs would block everything else.
         tracker.alert(rule, why, wait=wait)
         self.account.write(step, end="failed")
         tracker.say(f"failed at step {step}: {why}", level="error")
@@ -370,7 +370,7 @@ class Training:
 
 
 def _queued_since(folder: RunFolder) -> float | None:
-    """Since when the job around this process had waited to begin; None without a job."""
+    """When the job of this process was queued; None without a job."""
     if job_began(of_scheduler=True) is None:
         return None
     with contextlib.suppress(UserError, ValueError):
@@ -386,7 +386,7 @@ def with_horizon(folder: RunFolder, until: str) -> RunConfig:
 
 
 def _horizon_problem(run: BuiltRun, until: str) -> str | None:
-    """Why a run cannot have another horizon; None if it can."""
+    """Why a run cannot change its horizon; None if it can."""
     try:
         config = with_horizon(run.folder, until)
         resolved = resolve(config, vocab=run.tokenizer.size, mesh=run.world.layout)
@@ -396,27 +396,27 @@ def _horizon_problem(run: BuiltRun, until: str) -> str | None:
 
 
 def _rule(error: BaseException) -> Rule:
-    """The alert that an error is."""
+    """The alert for an error."""
     if isinstance(error, DivergedError):
         return "diverged"
     return "rank_lost" if isinstance(error, UserError) and error.exit is Exit.PEER else "failed"
 
 
 def _done_step(folder: RunFolder) -> int | None:
-    """The step at which a run is complete by its own account."""
+    """The step at which a run is complete, according to its status."""
     status = folder.read_status()
     return status.get("step") if status.get("state") == "done" else None
 
 
 def _move_later(folder: RunFolder, step: int) -> str:
-    """Go back to a checkpoint; returns where in the folder everything after it is."""
+    """Roll back to a checkpoint; returns where in the folder everything after it is moved."""
     return str(roll_back(folder, step).relative_to(folder.path))
 
 
 def _compile_clock(
     run: BuiltRun, tracker: Tracker, cleanup: contextlib.ExitStack
 ) -> Callable[[], float]:
-    """Tells how many seconds compiling took so far."""
+    """Returns the seconds of compilation so far."""
     if (compiled := run.strategy.compiled) is not None:
         return lambda: compiled.seconds
     if not run.config.runtime.compiles(run.world.device.kind):

@@ -1,9 +1,9 @@
-"""The validation of a run by itself, without training.
+"""The validation of a run on its own, without training.
 
 Data, model, layout and number formats are those of the run, so the loss is the one that the run
-computed at the checkpoint: the same to the bit with as many processes and threads on the same kind
-of machine. Without a checkpoint, the weights that the run starts from are measured. Nothing in the
-run folder changes.
+computed at the checkpoint, to the bit with the same number of processes and threads on the same
+kind of machine. Without a checkpoint, the run's initial weights are measured. Nothing in the run
+folder changes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from gristmill.train.tracker import Tracker
 
 @dataclass(frozen=True)
 class Validated:
-    """A validation, and what the run recorded at the same step."""
+    """A validation, and the record of the run at the same step."""
 
     record: ValidationRecord
     recorded: ValidationRecord | None
     leads: bool
-    """Whether this process tells about it."""
+    """Whether this process reports the result."""
 
 
 class _ValidationSink:
@@ -55,7 +55,7 @@ class _ValidationSink:
 
 
 def validate_run(config: RunConfig, *, checkpoint: str | None = None) -> Validated:
-    """Validate at the newest checkpoint that is intact, or at the step that is named."""
+    """Validate at the newest intact checkpoint, or at the given one."""
     if config.parallel.elastic:
         raise UserError(
             "workers that may come and go are not validated by themselves",
@@ -88,7 +88,7 @@ def validate_run(config: RunConfig, *, checkpoint: str | None = None) -> Validat
 
 
 def _choose(folder: RunFolder, config: RunConfig, which: str | None) -> int | None:
-    """The step to validate at; None for the weights that the run starts from."""
+    """The step to validate at; None for the initial weights."""
     checkpoints = CheckpointFolder(folder.checkpoints)
     if which is not None:
         return choose_step(folder, which)

@@ -1,4 +1,4 @@
-"""Validation while a run trains: the loss on its main text, and on further sets by name."""
+"""The validation hook: the loss on the main validation text, and on further sets by name."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class _Measured:
 
 
 class Validate:
-    """Measures the loss on a fixed set of validation windows, and if asked for on one of training
-    windows, and on those of further sets. The best loss is that of the validation windows."""
+    """Measures the loss on a fixed set of validation windows and, if configured, on training
+    windows and further sets. The best loss is that of the validation windows."""
 
     phase = "validation"
 
@@ -79,7 +79,7 @@ class Validate:
             self._measure()
 
     def skip_end(self) -> None:
-        """The step that the run is at was measured before."""
+        """Note that the current step was already measured."""
         self._done_at = self.state.progress.steps
 
     def _measure(self) -> None:

@@ -1,8 +1,8 @@
-"""Intervals of wall-clock time, which all processes of a run must find to be over at the same step.
+"""Intervals of wall-clock time that end at the same step on all processes of a run.
 
-Rank 0's clock counts. To ask it after every step would cost a message each, so the answer comes
-with the step at which all ask again: half of the way by the present speed, and the whole of it when
-little is left.
+Rank 0's clock decides. Asking it after every step would cost a message each time, so its answer
+includes the step at which all ask next: half of the remaining time at the current speed, or all of
+it when little is left.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import time
 from gristmill.distributed.control import ControlGroup
 
 _FIRST_QUESTION = 5
-"""Steps until all ask for the first time; the speed is not known before."""
+"""Steps until the first question, since the speed is not known before."""
 _FEW_STEPS = 16
-"""With so few steps left, the next question is at the end of the interval."""
+"""With this many steps left or fewer, the next question is at the end of the interval."""
 _AGAIN = 2.0
-"""Seconds until all ask again when the interval is over and was not restarted."""
+"""Seconds until the next question when the interval is over and was not restarted."""
 
 
 class WallClock:
-    """Tells when an interval of wall-clock time is over."""
+    """Determines when an interval of wall-clock time is over."""
 
     def __init__(self, seconds: float, *, step: int, control: ControlGroup) -> None:
         self.seconds, self.control = seconds, control
         self._began = self._asked = time.monotonic()
         self._asked_at, self._ask_at = step, step + _FIRST_QUESTION
         self._whole = _FIRST_QUESTION
-        """Steps until the first question of a new interval, by the present speed."""
+        """Steps until the first question of a new interval, at the current speed."""
 
     def asks(self, step: int) -> bool:
         """Whether all processes ask after this step."""
@@ -45,7 +45,7 @@ class WallClock:
         return bool(over)
 
     def restart(self) -> None:
-        """Begin the next interval; all processes do so after the same step."""
+        """Start the next interval; all processes call this after the same step."""
         self._began, self._ask_at = time.monotonic(), self._asked_at + self._whole
 
 
