@@ -1,1 +1,1 @@
-"""What runs a step: how model, optimizer and batch are divided over processes."""
+"""Training strategies: how model, optimizer and batch are divided over processes."""

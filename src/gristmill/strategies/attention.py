@@ -1,7 +1,7 @@
-"""Attention to some of the keys at a time, and how the partial results are merged.
+"""Attention to one block of keys at a time, and merging of the partial results.
 
-A kernel attends to one block of keys. Besides its result it returns the logarithm of the sum that
-the result was divided by, so that two results for the same queries merge exactly:
+A kernel attends to one block of keys. Besides its result it returns the logarithm of the softmax
+denominator (logsumexp), so that two results for the same queries merge exactly:
 
     s_ij = scale q_i k_j        L_i = log sum_j exp(s_ij)        y_i = sum_j exp(s_ij - L_i) v_j
 
@@ -11,8 +11,8 @@ A query that sees nothing in a block has L = -inf and y = 0 there. In the backwa
 gets L and y of *all* keys, and returns what its block adds to the gradients.
 
 The kernels are torch's own, without dropout; the plain one is for inputs that they do not support.
-A mask is a full table of which query sees which key: kernels that take the lengths of documents
-instead exist for CUDA only.
+A mask has an entry for every query and key: kernels that take the lengths of documents instead
+exist for CUDA only.
 
 Shapes: B samples, T queries, S keys, H heads, G key and value heads, K head width.
 """
@@ -51,11 +51,11 @@ class PartialAttention(NamedTuple):
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What a block adds to the gradients of queries, keys and values."""
+"""The contribution of a block to the gradients of queries, keys and values."""
 
 
 class AttentionKernel(NamedTuple):
-    """A way to compute attention to a block."""
+    """An implementation of attention to a block."""
 
     supports: Callable[[KeyBlock], bool]
     forward: Callable[[KeyBlock], PartialAttention]
@@ -79,7 +79,8 @@ def attend(block: KeyBlock) -> PartialAttention:
 
 
 def attend_backward(block: KeyBlock, whole: PartialAttention, grad_BHTK: torch.Tensor) -> Gradients:
-    """What a block adds to the gradients; `whole` is the result over all keys of its queries."""
+    """The contribution of a block to the gradients; `whole` is the result over all keys of its
+    queries."""
     kernel = kernel_for(block)
     if kernel.grouped:
         return kernel.backward(block, whole, grad_BHTK)

@@ -1,11 +1,11 @@
-"""torch.compile: what is compiled in one graph, and how long it takes.
+"""torch.compile: which graphs are compiled, ahead of time or when needed, and how long that takes.
 
-One graph of the whole model trains a little faster than a graph for each kind of block, and takes
-longer to compile with every layer. So a short run compiles blocks, unless it says otherwise.
+One graph of the whole model trains a little faster than a graph for each kind of block, but its
+compilation time grows with every layer. So short runs compile blocks by default.
 
 A step that compiles says nothing about the speed of training, so its rates are not recorded. torch
-reports when compiling begins and ends, also for graphs that are compiled later, when a batch has
-another size.
+reports when compilation begins and ends, including that of graphs compiled later, when the batch
+size changes.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ MEMORY_SHARE = 0.125
 """The part of the device's memory for the weights of all of these processes, each of which has a
 whole model."""
 LIMIT = 300.0
-"""Seconds after which the run goes on without them."""
+"""Seconds after which the run continues without them."""
 BESIDE, UPDATE, KERNELS = "beside", "update", "kernels"
-"""Parts of a run: what is beside the blocks, the optimizer's step, and kernels that are not the
-compiler's. A number is a layer."""
+"""Parts of a run to compile: everything outside the blocks, the optimizer's step, and kernels that
+are not the compiler's. A number stands for a layer."""
 
 
 @dataclass(frozen=True)
 class CompileTask:
-    """What a process needs to know to compile its part of a run."""
+    """The input of a process that compiles one part of a run."""
 
     config: RunConfig
     vocab: int
@@ -91,7 +91,7 @@ class CompileTask:
 def compile_ahead(
     config: RunConfig, *, vocab: int, world: World, resolved: Resolved, cuda_graphs: bool = False
 ) -> CompileAhead | None:
-    """Begin to compile, if this run's graphs are known, not in the cache, and worth it."""
+    """Start to compile, if this run's graphs are known, not cached, and large enough to matter."""
     if not _is_plain(config) or world.device.kind != "cuda" or world.place.world > 1:
         return None
     if usable_cores() < CORES or "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
@@ -122,14 +122,14 @@ def _is_plain(config: RunConfig) -> bool:
 
 
 def parts_of(config: RunConfig, *, vocab: int) -> list[str]:
-    """What can be compiled by itself, the longest first."""
+    """The parts that can be compiled separately, the slowest first."""
     model = cast(StagedModel, build_meta_model(config.model, vocab=vocab))
     update = [UPDATE] if isinstance(config.optim, MuonConfig) else []
     return [*map(str, model.distinct_layers()), *update, BESIDE, KERNELS]
 
 
 def _key(task: CompileTask, device: str) -> str:
-    """Names everything on which the graphs depend."""
+    """A key that covers everything on which the graphs depend."""
     config = task.config
     train, runtime = config.train, config.runtime
     tables = (config.model, config.precision, config.optim)
@@ -157,12 +157,12 @@ class CompileAhead:
         self._processes = list[subprocess.Popen[str]]()
         threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(THREADS)}
         for task in tasks:
-            with contextlib.suppress(OSError):  # no memory for a process, say
+            with contextlib.suppress(OSError):  # for example, no memory for a process
                 self._processes.append(_start(task, {**threads, **os.environ}))
         atexit.register(self.close)
 
     def wait(self) -> None:
-        """Wait until everything is compiled; counts as time of compiling."""
+        """Wait until everything is compiled; this counts as compilation time."""
         from torch._dynamo.callback import CallbackTrigger, callback_handler
 
         end = time.monotonic() + LIMIT
@@ -230,7 +230,7 @@ def choose_graphs(
 
 
 def _is_short(config: RunConfig, world: World, resolved: Resolved) -> bool:
-    """Whether a run ends before one graph has made up for the time it takes to compile."""
+    """Whether a run is too short for one graph to make up for its compilation time."""
     model = build_meta_model(config.model, vocab=resolved.vocab)
     seconds = _seconds(config, world, resolved, model, samples=resolved.samples)
     return seconds is not None and SLOWER * seconds < SECONDS_PER_LAYER * len(model.block_names())
@@ -252,8 +252,8 @@ def _seconds(
 def uses_cuda_graphs(
     config: RunConfig, world: World, resolved: Resolved | None, graphs: str | None
 ) -> bool:
-    """Whether passes are CUDA graphs. What one returns is overwritten by the next, so there is one
-    micro-batch in a step, and nothing looks into the model from outside."""
+    """Whether passes are CUDA graphs. The output of one is overwritten by the next, so a step must
+    have one micro-batch, and nothing may read the model's inner results."""
     wanted = config.runtime.cuda_graphs
     if wanted and (graphs is None or world.device.kind != "cuda"):
         raise UserError(
@@ -341,8 +341,8 @@ def heuristics() -> Any:
 def compiled_for_training(
     function: Any, *, whole_graph: bool = True, cuda_graphs: bool = False
 ) -> Any:
-    """A function that is compiled where gradients are wanted: to compile a second version for
-    validation takes longer than what it saves."""
+    """A function that runs compiled only where gradients are needed: compiling a second version for
+    validation would take longer than it saves."""
     for_training = compiled(function, whole_graph=whole_graph, cuda_graphs=cuda_graphs)
 
     @wraps(function)
@@ -353,8 +353,8 @@ def compiled_for_training(
 
 
 def start_compile_workers() -> None:
-    """Start the processes that compile kernels, which takes seconds: before a model is built, so
-    that they are ready when its first graph is."""
+    """Start the processes that compile kernels, which takes seconds. Called before a model is
+    built, so that they are ready for its first graph."""
     from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 
     maybe_warm_pool()
@@ -362,8 +362,8 @@ def start_compile_workers() -> None:
 
 
 def stop_compile_workers() -> None:
-    """Let these processes end, which takes most of a second, while the last checkpoint is saved;
-    torch would wait for them at the very end."""
+    """End these processes, which takes most of a second, while the last checkpoint is saved; torch
+    would wait for them at exit."""
     if "torch._inductor.async_compile" in sys.modules:
         from torch._inductor.async_compile import shutdown_compile_workers
 
@@ -371,7 +371,7 @@ def stop_compile_workers() -> None:
 
 
 class CompileClock:
-    """Counts the seconds of compiling; `begins` is called each time that it starts."""
+    """Measures the seconds of compilation; `begins` is called each time that it starts."""
 
     def __init__(self, *, begins: Callable[[], None] = lambda: None) -> None:
         from torch._dynamo.callback import callback_handler

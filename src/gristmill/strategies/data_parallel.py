@@ -9,9 +9,9 @@ Optimizers and checkpoints see each process's shard as a plain tensor (`ShardedP
 both cases.
 
 Torch's DDP is not used. An all-reduce adds the gradients of three or more processes in an order
-that depends on where in its buffer a gradient lies, and DDP lays its buffers out anew after the
-first backward pass of a process: the first step after every start would round differently, and a
-resumed run would not be the uninterrupted one.
+that depends on their positions in its buffer, and DDP rebuilds its buckets after the first backward
+pass of a process. So the first step after every start would round differently, and a resumed run
+would differ from an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUCKET = 2**23
 
 
 def shard_parameters(model: CausalLM, mesh: Mesh, rank: int) -> dict[str, ShardedParameter]:
-    """A process's shard of each parameter of a placed model, by name in the whole model."""
+    """A process's shard of each parameter of a placed model, by its name in the whole model."""
     layout, found = ShardLayout.of(model, mesh), {}
     for name, parameter in model.named_parameters():
         local = parameter
@@ -58,7 +58,7 @@ class GradientSync:
         return contextlib.nullcontext()
 
     def finish(self) -> None:
-        """Put the step's gradients where the optimizer finds them."""
+        """Store the step's gradients where the optimizer reads them."""
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -70,8 +70,8 @@ class GradientSync:
 
 class ReplicaSync(GradientSync):
     """All weights on every process. Gradients are all-reduced in buckets, each as soon as the last
-    backward pass has computed it; or, without `overlap`, all of them after it, for pipelines, whose
-    schedules compute gradients in their own order."""
+    backward pass has computed it. Without `overlap` all are reduced after that pass, for pipelines,
+    whose schedules compute gradients in their own order."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ReplicaSync(GradientSync):
             self._missing = None
 
     def _computed(self, parameter: torch.Tensor) -> None:
-        """Send what is complete. Every process must start its collectives in the same order, so a
+        """Send complete buckets. All processes must start their collectives in the same order, so a
         bucket waits for those before it."""
         if self._missing is None:
             return
@@ -120,13 +120,13 @@ class ReplicaSync(GradientSync):
         for parameter, gradient, part in zip(
             bucket, gradients, views_of(buffer, bucket), strict=True
         ):
-            # The buffer takes the place of the gradients, so both exist for one bucket at a time.
+            # The buffer replaces the gradients, so both exist for one bucket at a time.
             parameter.grad = part if part.dtype == gradient.dtype else gradient
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         self._sums.append((buffer, work))
 
     def finish(self) -> None:
-        # Those that an overlapped pass left: a parameter that it did not use has no gradient.
+        # The rest after an overlapped pass: parameters that it did not use have no gradient.
         for bucket in self._buckets[len(self._sums) :]:
             self._send(bucket)
         for bucket, (buffer, work) in zip(self._buckets, self._sums, strict=True):
@@ -161,6 +161,6 @@ def sum_together(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> N
 
 
 def views_of(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The views of a flat buffer that have the shapes of these tensors, in their order."""
+    """Views of a flat buffer with the shapes of these tensors, in their order."""
     parts = buffer.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,4 +1,5 @@
-"""Weights sharded by rows with FSDP2; imported only by runs that do so, since it takes seconds."""
+"""Weights sharded by rows with FSDP2. Imported only by runs that use it, since that takes
+seconds."""
 
 from __future__ import annotations
 

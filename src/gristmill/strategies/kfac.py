@@ -1,6 +1,6 @@
-"""K-FAC over the processes of a run; `plan/preconditioner.py` says which of them computes what.
+"""K-FAC over the processes of a run, which `plan/preconditioner.py` assigns to layers.
 
-In a step, after the gradients of all micro-batches are summed and the step is found to be finite,
+In a step, after the gradients of all micro-batches are summed and found to be finite:
 
     factors        every `factor_every` steps, the second moments of all processes are summed up on
                    the process that keeps a layer's factors
@@ -122,7 +122,8 @@ class Kfac:
         if self._collecting:
             self._update_factors(step)
         if not self.ready:
-            # Waits for the device, but only until a step is finite: usually the first one is.
+            # This waits for the device, but only until the first finite step, usually the very
+            # first.
             self._known = dict.fromkeys(self._known, not step.skip.item())
             if not self.ready:
                 return
@@ -304,7 +305,7 @@ def _chunks(layers: Sequence[KfacLayer]) -> Iterator[Sequence[KfacLayer]]:
 #     inputs    (x, 1) (x, 1)^T        the 1 only if the layer has a bias
 #     outputs   g_p g_p^T              for each matrix p that is stacked in W
 #
-# are collected as the gradients of tensors that nothing is computed from. So they add up over
+# are collected as the gradients of dummy tensors that nothing is computed from. So they add up over
 # micro-batches as the gradients of weights do, a forward pass that is repeated in the backward pass
 # counts once, and the compiler treats them as any other gradient. All sums are in fp32.
 #
@@ -328,7 +329,7 @@ class LayerSums:
 
 
 class LayerStatistics:
-    """Collects the sums of some layers of a model while it is switched on."""
+    """Collects the sums of some layers of a model while switched on."""
 
     def __init__(
         self, model: CausalLM, layers: Mapping[str, tuple[int, ...]], *, outputs: bool
@@ -351,13 +352,13 @@ class LayerStatistics:
             self._modules[name] = module
 
     def switch(self, on: bool) -> None:
-        """Collect in the forward and backward passes that follow, or no longer. A compiled model
-        has a graph for either."""
+        """Switch collection on or off for the passes that follow. A compiled model has a graph for
+        each."""
         for module in self._modules.values():
             module.statistics_on = on
 
     def take(self) -> dict[str, LayerSums]:
-        """The sums since they were last taken; of a layer that had no gradient, zeros."""
+        """The sums since the last call; zeros for a layer that had no gradient."""
         return {name: _taken(module) for name, module in self._modules.items()}
 
 

@@ -1,12 +1,12 @@
-"""Sharded matrices, gathered on the ranks that process them as a whole.
+"""Gathers sharded matrices on the ranks that process them, and scatters the results.
 
     gather      each rank sends the slices that it owns to the matrix's workers that lack them
     scatter     a worker sends every rank its slices of the result
 
-Unless told otherwise, every matrix has one worker among the ranks of its pipeline stage, the
-largest matrices assigned first, so that each is processed once, whether ranks hold shards or copies
-of it. If it has several, each serves an equal number of consecutive ranks. All sizes follow from
-the layout, so only the numbers themselves are sent.
+By default every matrix has one worker among the ranks of its pipeline stage, with the largest
+matrices assigned first, so that each is processed once, whether ranks hold shards or copies of it.
+If it has several workers, each serves an equal number of consecutive ranks. All sizes follow from
+the layout, so only the data itself is sent.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class ShardedMatrixExchange:
 
     @cached_property
     def _held(self) -> dict[tuple[str, int], tuple[ShardSlice, ...]]:
-        """What each rank holds of each matrix."""
+        """The slices of each matrix that each rank holds."""
         pairs = itertools.product(self.names, self.ranks)
         return {(name, rank): self.layout.slices(name, rank) for name, rank in pairs}
 
     @cached_property
     def _taken(self) -> dict[tuple[str, int, int], tuple[ShardSlice, ...]]:
-        """What each worker of a matrix takes from each rank: its own slices from itself, and from
-        every other rank those that it owns and the worker does not hold."""
+        """The slices that each worker of a matrix takes from each rank: its own from itself, and
+        from every other rank those that the rank owns and the worker does not hold."""
         found = {}
         for name in self.names:
             for worker, rank in itertools.product(self.workers[name], self.ranks):
@@ -142,7 +142,7 @@ class ShardedMatrixExchange:
         return [place for place, name in enumerate(names) if rank in self.workers[name]]
 
     def _exchange(self, send: list[list[torch.Tensor]], targets: list[list[torch.Tensor]]) -> None:
-        """Send each rank its tensors, and copy what each rank sends here to its targets."""
+        """Send each rank its tensors, and copy the received tensors to their targets."""
         flat = [tensor.reshape(-1) for some in send for tensor in some]
         outgoing = torch.cat([torch.empty(0, device=self.world.device.torch_device), *flat])
         send_sizes, sizes = (

@@ -5,7 +5,7 @@ Weights, gradients and optimizer state are in fp32; a model computes in the dtyp
 
 The dynamic loss scale follows Megatron: an overflow uses up one unit of hysteresis; once that is
 spent, each overflow halves the scale (not below the minimum); `window` consecutive steps without
-overflow double it and refill the hysteresis. It is all computed on the device, without a sync.
+overflow double it and refill the hysteresis. All of this is computed on the device, without a sync.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Precision:
         )
 
     def kernels(self, *, wanted: bool) -> Kernels:
-        """The kernels of a run on its device. fp8 has no fallback, so without its kernels the run
-        is refused; but on the CPU torch computes blocks in fp8 itself."""
+        """The kernels of a run on its device. fp8 has no fallback, so the run is refused without
+        its kernels; but on the CPU torch computes blocks in fp8."""
         usable = Kernels.on(self.device.torch_device) if wanted else Kernels()
         needed = "head" in self.config.fp8 or self.device.kind != "cpu"
         if self.config.fp8 and needed and not usable.head_fp8:

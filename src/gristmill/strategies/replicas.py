@@ -1,6 +1,6 @@
-"""Comparing the copies that processes hold of the same weights and optimizer state.
+"""Compares the copies of weights and optimizer state that several processes hold.
 
-Processes that start alike and apply the same updates stay equal to the bit, so any difference is
+Processes with the same initial state and the same updates stay bit-identical, so any difference is
 silent corruption: a device that miscomputes, a flipped bit in memory, a broken link. A checksum of
 every tensor is taken on the device; equal slices of equal names must have equal ones.
 """
@@ -18,14 +18,14 @@ from gristmill.optim.spec import Optimizer, Placement
 from gristmill.strategies.sharding import ShardedParameters
 
 _CHUNK = 2**22
-"""Elements that are widened to 64 bits at once."""
+"""Elements that are converted to 64 bits at once."""
 _FACTOR, _OFFSET = 0x1E3779B97F4A7C15, 0x51B54A32D192ED03
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """Processes that hold other bits than most."""
+    """Processes whose copies differ from the majority."""
 
     ranks: tuple[int, ...]
     """The ranks in the minority, or all that hold a copy if there is none."""
@@ -37,23 +37,22 @@ class ReplicaDifference:
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number of 64 bits, on the tensor's device, that changes with any change of one element and
-    almost surely with any other."""
+    """A 64-bit checksum, on the tensor's device, which changes with any change of a single element
+    and almost certainly with any other change."""
     flat = tensor.detach().contiguous().reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for begin in range(0, bits.numel(), _CHUNK):
         chunk = bits[begin : begin + _CHUNK].to(torch.int64)
         at = torch.arange(begin, begin + chunk.numel(), device=tensor.device)
-        # Odd factors have an inverse modulo 2^64, so that no difference is multiplied to 0.
+        # Odd factors are invertible modulo 2^64, so that no difference is multiplied to 0.
         factors = (at * _FACTOR + _OFFSET) | 1
         total += (chunk * factors).sum()
     return total
 
 
 def held_checksums(parameters: ShardedParameters, optimizer: Optimizer) -> dict[str, str]:
-    """The checksum of everything that a process holds and another may hold a copy of, by tensor and
-    slice."""
+    """The checksums of everything of which another process may hold a copy, by tensor and slice."""
     tensors = dict[str, torch.Tensor]()
     for one in parameters.values():
         tensors[_key(f"weight/{one.name}", one.slices)] = one.local
@@ -78,7 +77,7 @@ def _key(name: str, slices: Sequence[object]) -> str:
 
 
 def find_differences(reports: Sequence[Mapping[str, str]]) -> list[ReplicaDifference]:
-    """What processes hold differently, given the checksums of each, by rank."""
+    """The differences between processes, given the checksums of each by rank."""
     holders = defaultdict[str, dict[int, str]](dict)
     for rank, report in enumerate(reports):
         for key, value in report.items():

@@ -1,15 +1,15 @@
-"""Which part of the model, and which slices of every parameter, a process holds.
+"""Sharding: the part of the model, and the slices of each parameter, that a process holds.
 
-A parameter is divided at most three times: whole layers over pp, each layer over tp, as the model's
-`Split`s declare, and then by rows over dp_shard and cp together, if weights are sharded at all. On
+A parameter is divided at most three times: by layers over pp, within a layer over tp, as the
+model's `Split`s declare, and by rows over dp_shard and cp together, if weights are sharded. Along
 all other axes processes hold copies.
 
-However a model is sharded, norms, optimizers and checkpoints see the same thing: a plain local
-tensor, and the slices of the whole parameter it is made of. Of the processes that hold a slice,
-exactly one owns it, counts it in norms and writes it.
+However a model is sharded, norms, optimizers and checkpoints see the same interface: a plain local
+tensor, and the slices of the whole parameter that it consists of. Of the processes that hold a
+slice, exactly one owns it, counts it in norms and writes it.
 
-Two things need that knowledge and are here too: `Offload`, which keeps the optimizer's parameters
-in host memory, and `gather_model`, which puts the whole model together on rank 0.
+Two things that depend on this are here too: `Offload`, which keeps the optimizer's parameters in
+host memory, and `gather_model`, which assembles the whole model on rank 0.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def owned_squares(parameters: ShardedParameters) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How the parameters of one pipeline stage are sharded over its processes."""
+    """The sharding of one pipeline stage's parameters over its processes."""
 
     mesh: Mesh
     shapes: Mapping[str, tuple[int, ...]]
@@ -139,14 +139,14 @@ class ShardLayout:
         return slices
 
     def owned(self, name: str, rank: int) -> bool:
-        """Whether a process owns its slices, among all that hold copies of them. The owner depends
-        on the name, to spread writing over the copies."""
+        """Whether a process owns its slices, among all that hold copies. The owner depends on the
+        name, to spread writing over the copies."""
         axes = [*self.mesh.copy_axes, *(() if name in self.splits else ("tp",))]
         holders = self.mesh.group(rank, *axes)
         return holders[crc32(name.encode()) % len(holders)] == rank
 
 
-# ------------------------------------------------------------------ on the host, and whole
+# ------------------------------------------------------------------ offloading and gathering
 
 
 class Offload:
@@ -190,7 +190,7 @@ class Offload:
 
 
 ROOM = 1.25
-"""Memory needed for generation, relative to the weights."""
+"""Memory for generation, as a multiple of the weights."""
 
 
 def gather_model(
@@ -231,7 +231,7 @@ def gather_model(
 
 
 def _empty_whole(shard: CausalLM, world: World) -> CausalLM:
-    """A whole model to fill, in its compute dtype; on the host if the device has too little free
+    """An empty whole model in its compute dtype; on the host if the device has too little free
     memory."""
     meta_model = build_meta_model(shard.config, vocab=shard.vocab)
     size = shard.compute.itemsize * sum(parameter.numel() for parameter in meta_model.parameters())

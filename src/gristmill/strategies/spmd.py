@@ -9,7 +9,7 @@
 
 The loss is the sum over all counted tokens of the step divided by their number, so gradients are
 summed over processes, not averaged. Loss and norm are all-reduced in one collective, so all
-processes decide alike.
+processes make the same decision.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SyncTimer:
         on a GPU     collectives have their own streams, and most overlap with the backward pass:
                      from the end of this process's backward pass to that of the last collective
 
-    Given up: on a GPU, waiting inside a pass (for gathered weights, for another pipeline stage)
+    A limitation: on a GPU, waiting inside a pass (for gathered weights, or another pipeline stage)
     counts as computing, since only a profiler can tell them apart. On the CPU, waiting for a core
     counts as waiting for others.
     """
@@ -77,8 +77,8 @@ class SyncTimer:
         self.computed = self.device.mark()
 
     def end(self) -> Callable[[], float]:
-        """Gradients are synchronised. Returns a function for the seconds waited, to call once the
-        device has finished."""
+        """Gradients are synchronised. Returns a function that returns the seconds waited, to be
+        called once the device has finished."""
         computed, end = self.computed, self.device.mark()
         self.synced = end
         if self.device.is_async:
@@ -88,14 +88,14 @@ class SyncTimer:
 
 
 class MicroBatches(Protocol):
-    """A way to run micro-batches, which are already on the device."""
+    """Runs micro-batches, which are already on the device."""
 
     def forward_backward(
         self, batches: Sequence[Batch], terms: LossTerms, done: Callable[[], None] | None = None
     ) -> torch.Tensor:
-        """Accumulate gradients of the scaled loss that `terms` describe; returns the sum of this
-        process's unscaled losses, and if they ask for it that of each source. `done` is called
-        when this process's own gradients are computed."""
+        """Accumulate gradients of the scaled loss that `terms` describe. Returns the sum of this
+        process's unscaled losses and, if `terms` ask for it, the sum for each source. `done` is
+        called when this process's own gradients are computed."""
         ...
 
     def forward(self, batches: Iterable[Batch]) -> torch.Tensor:
@@ -206,13 +206,13 @@ class Spmd:
         self._timer: SyncTimer | None = None
         self._loss_tokens: torch.Tensor | None = None
         self._by_source: torch.Tensor | None = None
-        """Losses and counted tokens of each source in this step, if the batches know them."""
+        """Losses and counted tokens of each source in this step, if the batches record sources."""
         # All tp ranks compute the same loss: one of them reports it.
         self._reports_loss = model.shard.last and world.at["tp"] == 0
         self._partial = self._partial_gradients()
 
     def _partial_gradients(self) -> list[tuple[list[torch.nn.Parameter], dist.ProcessGroup]]:
-        """Parameters whose gradients need a sum after the backward pass, and over which group."""
+        """Parameters whose gradients are summed after the backward pass, with the group."""
         groups, tied = self.world.groups, list[str]()
         wanted = [(self.model.partial_gradients(), groups.along("tp"))]
         if Ability.PIPELINE in self.model.config.abilities:
@@ -233,7 +233,7 @@ class Spmd:
             self._ahead.wait()
             self._ahead = None
         if self._cuda_graphs:
-            # What the last step's CUDA graphs returned is no longer needed.
+            # The outputs of the last step's CUDA graphs are no longer needed.
             torch.compiler.cudagraph_mark_step_begin()
         self._timer = None if self._everyone is None else SyncTimer(self.world.device)
         done = None if self._timer is None else self._timer.done
@@ -314,7 +314,8 @@ class Spmd:
         )
 
     def _calibrate_fp8(self, fp8: Fp8Scales, batch: Batch, terms: LossTerms) -> None:
-        """The scales of the first step, from the sample of each process in which most counts."""
+        """Calibrate the scales of the first step, on each process's sample with the most counted
+        tokens."""
         weights_BT = batch.loss_weights_BT
         chosen = 0 if weights_BT is None else int(weights_BT.sum(1).argmax())
         with fp8.calibrating():
@@ -387,7 +388,7 @@ class Spmd:
             self.offload.send_weights()
 
     def close(self) -> None:
-        """Nothing to part from: all processes end after the same step."""
+        """Nothing to close: all processes end after the same step."""
 
     def _on_device(self, batch: Batch) -> Batch:
         """This process's shard of a batch's sequences, on the device."""
@@ -395,15 +396,15 @@ class Spmd:
         return shard.to(self.world.device.torch_device)
 
     def _sums_by_source(self, batches: Sequence[Batch], losses: torch.Tensor) -> torch.Tensor:
-        """Losses and counted tokens of each source, as far as this process reports them."""
+        """Losses and counted tokens of each source that this process reports."""
         counts = [one.source_tokens_K for one in batches if one.source_tokens_K is not None]
         # cp ranks have different losses, but all of them count the tokens of a sequence.
         sums = torch.stack([losses, torch.stack(counts).sum(dim=0) / self.world.mesh.cp])
         return sums if self._reports_loss else torch.zeros_like(sums)
 
     def _agree(self, loss: torch.Tensor, signals: int) -> tuple[torch.Tensor, ...]:
-        """Loss, squared norm and signals, summed over all processes; and if they are known, the
-        losses and counted tokens of each source."""
+        """Loss, squared norm and signals, summed over all processes and, if known, the losses and
+        counted tokens of each source."""
         squares, signalled = owned_squares(self.sync.parameters), torch.full_like(loss, signals)
         if self._everyone is None:
             return loss, squares, signalled, *(() if self._by_source is None else self._by_source)

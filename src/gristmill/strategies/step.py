@@ -1,5 +1,5 @@
-"""What all strategies share in a step: dividing batches, counting tokens, seeding dropout, clipping
-and skipping.
+"""The parts of a step that all strategies share: dividing batches, counting tokens, seeding
+dropout, clipping and skipping.
 
 The global norm n, the clipping limit c and the loss scale s give one divisor, s max(1, n / c),
 which the optimizer's kernel applies; it also skips the update if the norm is not finite. No step
@@ -23,7 +23,7 @@ from gristmill.strategies.strategy import StepLimits
 
 
 class Decision(NamedTuple):
-    """How a step is applied; scalars on the device."""
+    """The decision how a step is applied, as scalars on the device."""
 
     norm: torch.Tensor
     """The gradient norm, without the loss scale."""
@@ -56,8 +56,8 @@ def decide(
 
 
 def clip_preconditioned(decision: Decision, squares: torch.Tensor, *, clip: float) -> Decision:
-    """The decision of a step whose gradients were unscaled and preconditioned after it was made,
-    given the squared norm that they have now. The norm of the plain gradient remains."""
+    """The decision updated after its gradients were unscaled and preconditioned, given their new
+    squared norm. The reported norm stays that of the plain gradient."""
     norm = squares.sqrt()
     finite = torch.isfinite(norm)
     excess = (norm / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
@@ -68,14 +68,14 @@ def clip_preconditioned(decision: Decision, squares: torch.Tensor, *, clip: floa
 def count_tokens(
     batches: Sequence[Batch], *, ranks: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:
-    """The tokens that count in a step, over all data-parallel ranks."""
+    """The counted tokens of a step, over all data-parallel ranks."""
     loss_tokens = sum(batch.loss_tokens for batch in batches)
     if all(batch.loss_weights_BT is None for batch in batches):
         loss_tokens, group = loss_tokens * ranks, None
     tensor = torch.full((), loss_tokens, device=device)
     if group is not None:
         dist.all_reduce(tensor, group=group)
-    # A step in which nothing counts has loss and gradient 0, not 0 / 0.
+    # With no counted tokens, loss and gradient are 0, not 0 / 0.
     return tensor.clamp_(min=1.0)
 
 
@@ -88,8 +88,8 @@ def step_seed(seed: int, step: int, place: Sequence[int]) -> int:
 
 
 def divide_batches(batches: Iterable[Batch], *, rank: int, ranks: int) -> Iterator[Batch]:
-    """Deal batches to the ranks in turn. Missing or smaller batches of a round are padded with
-    samples of weight 0, so that all processes run the same collectives."""
+    """Assign batches to the ranks round-robin. Missing or smaller batches of a round are padded
+    with samples of weight 0, so that all processes run the same collectives."""
     source = iter(batches)
     while batch_round := list(islice(source, ranks)):
         sizes = [batch.samples for batch in batch_round] + [0] * (ranks - len(batch_round))

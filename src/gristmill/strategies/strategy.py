@@ -6,7 +6,7 @@
     gather_full_model   the whole model on rank 0, to generate samples
     state, load         further checkpoint state, as JSON
     tensors             further checkpoint state, as tensors
-    published_weights   for a while, the weights are those of the model that the run gives away
+    published_weights   a context in which the weights are those of the model that the run publishes
     weights_changed     called after weights were loaded
     close               after the last step
 
@@ -31,8 +31,8 @@ from gristmill.optim.spec import CheckpointState, Optimizer
 from gristmill.strategies.sharding import ShardedParameters
 
 REQUEST = 1 << 20
-"""Rank 0's signal that it has a request for all processes; more than there are processes, and small
-enough for a sum in fp32."""
+"""Rank 0's signal that it has a request for all processes: larger than any number of processes, and
+small enough for an exact sum in fp32."""
 
 
 class StepLimits(NamedTuple):
@@ -43,7 +43,7 @@ class StepLimits(NamedTuple):
 
 
 class ExchangeReport(NamedTuple):
-    """What workers with weights of their own exchanged."""
+    """The exchange of a decentralized worker in a step."""
 
     sent_bytes: int
     """Bytes that this process has sent so far."""
@@ -69,48 +69,48 @@ class StepResult:
     next_loss_scale: torch.Tensor | None = None
     """The loss scale of the next step, in fp16."""
     signals: torch.Tensor | None = None
-    """The sum of what the processes signalled before this step's update; None if the strategy does
-    not exchange that in every step."""
+    """The sum of the processes' signals before this step's update; None if the strategy does not
+    exchange them in every step."""
     stop_step: int | None = None
     """The step after which all processes stop, where they agreed on it without a collective."""
     waited: Callable[[], float] | None = None
     """Seconds this process waited for the others; call it after the step is done."""
     computed: Mark | None = None
-    """When this process's own gradients were computed; None if nobody waits for them."""
+    """When this process's own gradients were computed; None if no other process waits for them."""
     synced: Mark | None = None
-    """When those of all processes were there."""
+    """When the gradients of all processes were available."""
     by_source: torch.Tensor | None = None
-    """The sum of losses of each source, and its counted tokens, over all processes; None if the
-    batches do not say where samples are from."""
+    """The sum of losses of each source, and its counted tokens, over all processes; None if batches
+    do not record sources."""
     exchange: ExchangeReport | None = None
     """None if all processes hold the same weights."""
     notes: tuple[str, ...] = ()
-    """What the log should say about this step."""
+    """Messages for the log about this step."""
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What is known about a step that was compiled as a whole."""
+    """Statistics of a step that is compiled as a whole."""
 
     versions: int = 0
-    """How many versions were compiled; more than one if the form of batches changes."""
+    """How many versions were compiled; more than one if the shapes of batches change."""
     seconds: float = 0.0
-    """How long all of that took."""
+    """How long compilation took, in seconds."""
     flops: float | None = None
     """Operations of the newest version on one device, as the compiler counts them."""
 
 
 class StepStatistics(NamedTuple):
-    """What a preconditioner needs to know about a step."""
+    """The facts about a step that a preconditioner needs."""
 
     skip: torch.Tensor
     """1 if the step will not change the weights."""
     positions: int
     """Positions in the micro-batches of all processes."""
     loss_tokens: torch.Tensor
-    """Tokens that count in the loss, which is divided by their number."""
+    """Counted tokens, by whose number the loss is divided."""
     loss_scale: torch.Tensor | None
-    """What the loss was multiplied by; gradients are already divided by it."""
+    """The loss scale, by which gradients are already divided."""
     lr: float
 
 
@@ -145,13 +145,13 @@ class Strategy(Protocol):
 
     @property
     def distance(self) -> float | None:
-        """How far workers were from their average when it was last taken, relative to its norm;
-        None if all have the same weights."""
+        """The distance of workers to their average when it was last computed, relative to its
+        norm; None if all have the same weights."""
         ...
 
     @property
     def tensors(self) -> CheckpointState | None:
-        """The strategy's own tensors to save, per process if it needs to."""
+        """The strategy's own tensors to save, which may differ between processes."""
         ...
 
     @property
@@ -164,9 +164,8 @@ class Strategy(Protocol):
     def update(
         self, result: StepResult, *, signals: int = 0, limits: StepLimits | None = None
     ) -> StepResult:
-        """`signals`: 1 if this process asks to stop, and `REQUEST` if it has a request; all
-        processes see their sum in the result. `limits`: skip the update if the step is above
-        them."""
+        """`signals`: 1 if this process asks to stop, plus `REQUEST` if it has a request; the result
+        has the sum over all processes. `limits`: skip the update if the step exceeds them."""
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float: ...
@@ -180,7 +179,7 @@ class Strategy(Protocol):
     def load(self, state: dict[str, Any]) -> None: ...
 
     def published_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Where processes have weights of their own, replace them by their average meanwhile."""
+        """A context in which workers with weights of their own hold the average."""
         ...
 
     def weights_changed(self) -> None: ...

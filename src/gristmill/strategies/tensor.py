@@ -1,4 +1,4 @@
-"""Tensor parallelism: the collectives where layers that are sharded over ranks begin and end.
+"""Tensor parallelism: the collectives before and after layers that are sharded over ranks.
 
                     forward                    backward
     copy_to         as it is                   all-reduce
@@ -7,7 +7,7 @@
     copy_to         all-gather                 reduce-scatter
     reduce_from     reduce-scatter             all-gather
 
-The second form moves as many bytes as the first, and a rank keeps only a shard of the stream.
+The second form sends as many bytes as the first, and a rank keeps only a shard of the stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gristmill.models.spec import ShardComm
 SEQUENCE = 1
 """The dimension of positions in a residual stream (B, T, D)."""
 
-# torch 2.13 gave these other names.
+# torch 2.13 renamed these.
 _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
@@ -88,15 +88,15 @@ def _communicate(x: torch.Tensor, how: str, group: Any) -> torch.Tensor:
 
 
 def _gather_along(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """The parts of all processes behind one another. Along another dimension than the first, torch
-    2.11 calls a function for it that it refuses to compile."""
+    """The shards of all processes, concatenated. Along other dimensions than the first, torch 2.11
+    uses a function that it refuses to compile."""
     count = x.shape[0]
     parts = functional.wait_tensor(_gather(x, 0, group)).split(count)
     return torch.cat(parts, dim)
 
 
 class _Collective(torch.autograd.Function):
-    """A collective whose gradient is computed by another one."""
+    """A collective whose gradient is another collective."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any, forward: str, backward: str) -> torch.Tensor:
@@ -110,9 +110,8 @@ class _Collective(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _rng_of_rank(rank: int) -> Iterator[None]:
-    """Random numbers that follow from the common state and the rank, and leave that state as if
-    nothing had been drawn. They depend on the state alone, so that recomputation in the backward
-    pass draws the same."""
+    """A context whose random numbers depend on the common state and the rank, and which leaves that
+    state unchanged. So recomputation in the backward pass draws the same numbers."""
     common = int(torch.randint(2**62, ()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
