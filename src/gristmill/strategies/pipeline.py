@@ -1,13 +1,13 @@
-"""Pipeline parallelism: layers in stages on several ranks, and micro-batches that pass them.
+"""Pipeline parallelism: stages of layers on several ranks, through which micro-batches pass.
 
     stages of each rank        pp 2, one each: 0 | 1        two each: 0 2 | 1 3
 
-torch's own schedules decide which stage computes when, and send the residual stream from stage to
-stage. Every rank reads its own batches, so nothing else is sent. The last stage computes losses,
-and with them the first gradients.
+torch's schedules decide which stage computes when, and send the residual stream from stage to
+stage. Every rank reads the batches itself, so nothing else is sent. The last stage computes the
+losses, and with them the first gradients.
 
-Micro-batches of one step have equal shapes. A schedule is made for a number of micro-batches and
-kept; a run whose batch grows needs several.
+Micro-batches of one step have equal shapes. A schedule is built for a number of micro-batches and
+cached; a run with a growing batch needs several.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class StageModule(nn.Module):
         sources_B: torch.Tensor | None = None,
         **batch: torch.Tensor,
     ) -> torch.Tensor:
-        """The residual stream after these layers, or the loss. `hidden_BTD` comes from the stage
-        before; the first stage gets its tokens there."""
+        """The residual stream after these layers, or the loss. `hidden_BTD` is the output of the
+        stage before or, in the first stage, the tokens."""
         terms = self.terms._replace(
             loss_weights_BT=loss_weights_BT, sources_B=sources_B if self.terms.sources else None
         )
@@ -81,8 +81,8 @@ class StageModule(nn.Module):
 
 class _Stage(PipelineStage):
     """Keeps the graph of a micro-batch until the second half of its backward pass is done, where a
-    schedule has two. Torch lets go of it after the first, and the second would then find functions
-    of Python, such as products with a backward pass of their own, that are no longer there."""
+    schedule has two. Torch releases it after the first; the second would then fail on Python
+    autograd functions, such as products with a custom backward pass, that no longer exist."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -140,7 +140,7 @@ class PipelineMicroBatches:
 
         def losses() -> Iterator[torch.Tensor]:
             for several in _alike(batches, 4 * self.world.mesh.pp):
-                # Schedules need a multiple of pp: the batches added here are not counted.
+                # Schedules need a multiple of pp: the batches added as padding are not counted.
                 added = -len(several) % self.world.mesh.pp
                 totals = self._run([*several, *several[:1] * added], PLAIN_LOSS, "eval")
                 yield from totals[: len(several)]

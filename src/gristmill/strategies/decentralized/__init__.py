@@ -1,1 +1,1 @@
-"""Workers with weights of their own, which exchange them with some of the others."""
+"""Decentralized training: workers with weights of their own, which they exchange with others."""

@@ -1,5 +1,5 @@
-"""What an exchange sends, n fp32 numbers as bytes in one of four formats, and sums over a group of
-workers in such a format (`Transfer`).
+"""Compression of exchanges: codecs for n fp32 numbers in four formats, and sums over a group of
+workers in these formats (`Transfer`).
 
     fp32    4n bytes, the numbers themselves
     bf16    2n bytes, rounded to nearest
@@ -17,7 +17,7 @@ Numbers that are not finite stay visible, so that the run's health check sees th
 keep them, an int8 block with one of them is NaN all over, and in a top-k chunk with one of them
 everything that is sent is NaN. bf16 makes infinity of what is beyond its largest number, 3.39e38.
 
-Equal magnitudes make top-k's choice a matter of the device: the same device type gives the same
+With equal magnitudes, top-k's choice depends on the device: the same device type gives the same
 bytes, but a CPU and a GPU may choose differently.
 """
 
@@ -34,7 +34,7 @@ from torch.nn.functional import pad
 from gristmill.distributed.control import wait_for
 
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its name since torch 2.13, which warns of the old one."""
+"""Its name since torch 2.13, which deprecates the old one."""
 
 
 class GroupSum(NamedTuple):
@@ -42,7 +42,8 @@ class GroupSum(NamedTuple):
 
     total: torch.Tensor
     own: torch.Tensor
-    """What the others got of this process's values: the values themselves, if nothing is lost."""
+    """This process's values as the others received them; the values themselves in a lossless
+    format."""
     sent: int
     """Bytes that this process sent."""
 
@@ -58,15 +59,15 @@ class Transfer:
                        all-gather: it sends the sum of its chunk to all others, again in this format
                        if `round_sum` allows that, else in fp32
 
-    Whatever the way, all members of a group get the same bits: sums are taken in the order of
-    ranks, by one process for all, or by all of the same payloads.
+    In every case all members of a group get the same bits: sums are computed in the order of ranks,
+    by one process for all, or by all from the same payloads.
     """
 
     codec: Codec
     on_host: bool = False
-    """Whether what is sent goes through host memory."""
+    """Whether sent data goes through host memory."""
     interrupt: Callable[[], None] | None = None
-    """Raises if waiting for the others no longer makes sense."""
+    """Raises to stop waiting for the others."""
 
     def sum(self, values: torch.Tensor, group: dist.ProcessGroup, *, round_sum: bool) -> GroupSum:
         """The sum of flat fp32 values over a group."""
@@ -123,7 +124,7 @@ class Transfer:
         return gathered.to(values.device)
 
     def _staged(self, values: torch.Tensor) -> torch.Tensor:
-        """What the network takes: the values, or a copy in pinned host memory."""
+        """The values for the network: themselves, or a copy in pinned host memory."""
         if not self.on_host or not values.is_cuda:
             return values
         return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
@@ -139,7 +140,7 @@ def _sum_in_order(terms: list[torch.Tensor]) -> torch.Tensor:
 BLOCK = 256
 """Numbers of int8 with a common scale."""
 CHUNK = 4096
-"""Numbers among which top-k chooses; a place takes 12 bits."""
+"""Numbers in a chunk of top-k, whose positions take 12 bits."""
 
 CodecName = Literal["fp32", "bf16", "int8", "top-k"]
 
@@ -149,7 +150,7 @@ class Codec(Protocol):
 
     @property
     def lossy(self) -> bool:
-        """Whether decoding gives other numbers than were encoded."""
+        """Whether decoding may give different numbers than were encoded."""
         ...
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:

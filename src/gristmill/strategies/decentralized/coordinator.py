@@ -1,16 +1,16 @@
 """The store of an elastic run, in a process of its own, so that it outlives every worker.
 
-The first worker starts it if nothing answers at the address of the run. It ends when no worker has
-sent a heartbeat for a while. If its host is lost, the workers end, and the run goes on from its
-last checkpoint when they are started again.
+Worker 0 starts it if nothing answers at the address of the run. It exits when no worker has sent a
+heartbeat for a while. If its host is lost, the workers exit, and the run continues from its last
+checkpoint when they are started again.
 
-The store also holds the settings of the run, so that a worker with others is refused before it
-meets anybody.
+The store also holds the settings of the run, so that a worker with different ones is refused before
+it connects to any other.
 
-Torch's store believes whoever reaches its port. So workers sign what they write there, with a key
-that lies in the run folder and that only their user can read (`SignedStore`). Others can still
-disturb a run, by deleting or overwriting values, but they cannot take part in it or lead workers to
-another address.
+Torch's store accepts anyone who reaches its port. So workers sign the values they write, with a key
+in the run folder that only their user can read (`SignedStore`). Others can still disturb a run by
+deleting or overwriting values, but they cannot take part in it or redirect workers to another
+address.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ else:
 PULSE = "gristmill/pulse"
 """A counter that every heartbeat of every worker increases."""
 IDLE = 30.0
-"""Seconds without a heartbeat after which the store is not needed any more."""
+"""Seconds without a heartbeat after which the store is no longer needed."""
 SETTINGS = "gristmill/settings"
 _LOOKS = 10
-"""How often the store looks for heartbeats in this time."""
+"""How often the store checks for heartbeats in this time."""
 _QUIET = 3.0
 """Seconds without any heartbeat after which no worker is left."""
 _FEW = 3
@@ -55,7 +55,7 @@ _DIGEST = 32
 
 
 class ForgedValueError(RuntimeError):
-    """A value in the store that no worker of this run has written."""
+    """A value in the store that was not written by a worker of this run."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"somebody without the key of the run folder has written {key!r} there")
@@ -64,11 +64,11 @@ class ForgedValueError(RuntimeError):
 class SignedStore(Store):
     """A store whose values are signed, so that only those who know the key can write them.
 
-    A signature covers the name of a value too, so that nobody can copy it to another name. Names
-    begin with the key's fingerprint: another run that uses the same store in the next seconds
-    meets none of them. Counters are not signed; only how long the store lives depends on them.
+    A signature also covers the name of a value, so that a value cannot be copied to another name.
+    Names begin with the key's fingerprint, so that a later run in the same store sees none of them.
+    Counters are not signed; only the lifetime of the store depends on them.
 
-    Torch calls this object from C++, and does not keep it alive: whoever hands it over must."""
+    Torch calls this object from C++ without keeping a reference, so the caller must keep one."""
 
     def __init__(self, store: Store, key: bytes) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SignedStore(Store):
         return [self._verified(name, value) for name, value in zip(names, values, strict=True)]
 
     def compare_set(self, name: str, expected: str, desired: str) -> bytes:
-        # The store takes an empty text for a value that is not there.
+        # The store treats an empty value as missing.
         known = self._signed(name, expected) if expected else ""
         now = self.store.compare_set(self._prefix + name, known, self._signed(name, desired))
         return self._verified(name, now)
@@ -112,7 +112,7 @@ class SignedStore(Store):
         return hmac.digest(self.key, f"{name}\0".encode() + value, "sha256").hex()
 
     def _signed(self, name: str, value: str | bytes) -> str:
-        # As hexadecimal digits: the store's interface wants text, and torch's values are bytes.
+        # As hexadecimal digits: the store's interface expects text, and torch's values are bytes.
         content = value.encode() if isinstance(value, str) else bytes(value)
         return self._signature(name, content) + content.hex()
 
@@ -126,12 +126,12 @@ class SignedStore(Store):
 
 
 def fingerprint(key: bytes) -> str:
-    """What may be known of a key: enough to tell it from others."""
+    """The public fingerprint of a key."""
     return sha256_text(f"fingerprint of {key.hex()}")[:16]
 
 
 def run_key(path: Path) -> bytes:
-    """The key of a run at its place in the run folder; the first worker to ask for it makes it."""
+    """The key of a run, in a file of the run folder; the first worker to need it creates it."""
     if not path.exists():
         write_key(path, secrets.token_bytes(_DIGEST), replace=False)
     with storage_errors(path):
@@ -148,8 +148,8 @@ def run_key(path: Path) -> bytes:
 
 
 def write_key(path: Path, key: bytes, *, replace: bool) -> None:
-    """Put a key in its place, readable for this user only. If another worker has put one there in
-    the meantime, that one stays unless it is to be replaced."""
+    """Write a key to its file, readable for this user only. A key that another worker has written
+    in the meantime is kept, unless it is to be replaced."""
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
@@ -158,14 +158,14 @@ def write_key(path: Path, key: bytes, *, replace: bool) -> None:
         if replace:
             os.replace(draft, path)
             return
-        # A link is made once, and with its whole content, even if this worker is killed here.
+        # Linking is atomic: the file has its whole content, even if this worker is killed here.
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
         draft.unlink()
 
 
 def reach_store(place: ProcessInfo, *, seconds: float, log: Path, idle: float = IDLE) -> Store:
-    """A connection to the store of the run, which worker 0 starts if there is none."""
+    """A connection to the store of the run, which worker 0 starts if it does not run."""
     assert place.address is not None
     if place.rank == 0 and not place.agent and not answers(*place.address):
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -175,18 +175,18 @@ def reach_store(place: ProcessInfo, *, seconds: float, log: Path, idle: float = 
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # It stays when this worker is killed with all that it has started.
+                # The store survives if this worker is killed with all its children.
                 start_new_session=True,
             )
     return join_store(place, seconds=seconds)
 
 
 def serve(address: Address, *, idle: float = IDLE) -> None:
-    """Host the store until nobody uses it."""
+    """Host the store until it is no longer used."""
     store = serve_store(ProcessInfo(address=address))
     store.set_timeout(timedelta(seconds=idle))
     seen, quiet = store.add(PULSE, 0), 0
-    # Looks are counted, not seconds: all processes may have been suspended for a while.
+    # Checks are counted, not seconds: all processes may have been suspended for a while.
     while quiet < _LOOKS:
         time.sleep(idle / _LOOKS)
         now = store.add(PULSE, 0)
@@ -196,8 +196,8 @@ def serve(address: Address, *, idle: float = IDLE) -> None:
 def require_same_settings(
     store: Store, settings: Mapping[str, Any], *, place: ProcessInfo, quiet: float = _QUIET
 ) -> None:
-    """Refuse a worker whose settings are not those of the run; the first worker's count. If no
-    worker is left, these are the settings of another run."""
+    """Refuse a worker whose settings differ from those of the run, which are the first worker's. If
+    no worker is left, stored settings belong to an earlier run and are replaced."""
     mine = json.dumps(settings, sort_keys=True)
     theirs = store.compare_set(SETTINGS, "", mine).decode()
     if theirs != mine and not _is_used(store, seconds=quiet):
@@ -234,7 +234,7 @@ def main() -> None:
     """Serve the store at the address on the command line."""
     host, port, idle = sys.argv[1:]
     serve(Address(host, int(port)), idle=float(idle))
-    # Connections of workers that are gone do not matter any more.
+    # Connections of workers that have gone no longer matter.
     os._exit(0)
 
 

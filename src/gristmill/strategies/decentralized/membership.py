@@ -1,22 +1,23 @@
-"""Who takes part in an elastic run: a sequence of views that all workers see alike.
+"""The membership of an elastic run: a sequence of views, the same on all workers.
 
     members/WORKER     the heartbeat of a worker: its incarnation, host, process id, and a count
     views/NUMBER       the workers of a view with their incarnations; written once
 
 Every worker posts its heartbeat and reads those of the others, in a thread. A worker whose process
-has ended, or that has been silent for too long, is dead; a new process has a new incarnation.
-Any member of the newest view that finds it wrong proposes the next one; the first proposal counts.
-So all agree on every view, and a worker that was left out, because its network or its machine was
-frozen, notices that and comes back like a new one.
+has ended, or that has been silent for too long, counts as dead; a new process has a new
+incarnation. Any member of the newest view that finds it outdated proposes the next one; the first
+proposal wins. So all agree on every view, and a worker that was left out, because its network or
+its machine was frozen, notices that and joins again like a new one.
 
-The first view waits until all workers are there, or for the start limit. If all members of a view
+The first view waits until all workers are present, or for the start limit. If all members of a view
 are lost, the next one waits likewise, but not as long.
 
-A worker that has been frozen may have been left out without knowing it. So nobody goes on before
-the last look at the others is recent again (`check`).
+A worker that was frozen may have been left out without knowing it. So no worker continues before it
+has read the other heartbeats recently (`check`).
 
-The thread sends heartbeats even if the main thread hangs. So a worker that shows no sign of life
-there for longer than its phase may take says that it leaves, and comes back if it does.
+The thread sends heartbeats even if the main thread hangs. So if the main thread makes no progress
+for longer than its phase may take, the worker announces that it leaves, and joins again once the
+main thread continues.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ if TYPE_CHECKING:
 BEAT = 0.5
 """Seconds between two heartbeats."""
 REGROUP = 30.0
-"""Seconds that a view waits for all workers if none of the last view is left."""
+"""Seconds that a view waits for all workers if no member of the last view is left."""
 _RECOVERY = 5.0
-"""Seconds in which this process, if it was frozen, has heard from the store again."""
+"""Seconds within which a process that was frozen hears from the store again."""
 
 
 class ViewChangedError(Exception):
-    """Workers have died or come since the view was formed."""
+    """Workers have died or joined since the view was formed."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class View:
 
 @dataclass
 class Peer:
-    """What is known of another worker."""
+    """The known state of another worker."""
 
     incarnation: str
     host: str
@@ -86,12 +87,12 @@ class Peer:
     """When its count last changed, on this worker's clock."""
     ended: bool = False
     done_in: int | None = None
-    """The view in which it has finished or stopped, so that its end is none to react to there."""
+    """The view in which it has finished or stopped, and in which its end needs no reaction."""
     complete: bool = False
     """Whether the run is complete, so that nobody needs to wait for this worker."""
 
     def note(self, values: Mapping[str, Any], *, now: float, namespace: str) -> None:
-        # An older heartbeat, written again by whoever has read it, is no sign of life.
+        # An old heartbeat that somebody else writes again is no sign of life.
         if values["count"] > self.count:
             self.count, self.heard = values["count"], now
         same_host = self.namespace == namespace != ""
@@ -101,7 +102,7 @@ class Peer:
 
 @dataclass
 class Roll:
-    """The last heartbeats of all workers, and who of them is alive. Knows no store and no clock."""
+    """The last heartbeats of all workers, and which are alive. Independent of store and clock."""
 
     worker: int
     silence: float
@@ -118,7 +119,7 @@ class Roll:
         known.note(values, now=now, namespace=self.namespace)
 
     def alive(self, *, now: float) -> dict[int, str]:
-        """The incarnations of all workers that live, in order."""
+        """The incarnations of all live workers, in order."""
         return {
             worker: one.incarnation
             for worker, one in sorted(self.peers.items())
@@ -136,9 +137,9 @@ class Roll:
     def proposal(
         self, view: View | None, *, now: float, whole: int, waited: float, start: float
     ) -> View | None:
-        """The next view, if this worker is to propose one. `whole`: how many workers there should
-        be; `waited`: for how long this one has; `start`: for how long the first view waits for all
-        of them."""
+        """The next view, if this worker should propose one. `whole`: the number of workers of the
+        run; `waited`: how long this worker has waited; `start`: how long the first view waits for
+        all."""
         # Several workers may propose the same number at once. The store keeps the first proposal
         # and all adopt views in order, so they agree whatever it says; a worker that it wrongly
         # leaves out joins the next view. But whoever is out proposes nothing while members are
@@ -149,22 +150,22 @@ class Roll:
             return View(0, alive) if all_here or waited > start else None
         kept = {w: member for w, member in view.members.items() if alive.get(w) == member}
         if not kept and not all_here and waited <= min(start, REGROUP):
-            return None  # all members are lost: those who come back wait for one another
+            return None  # all members are lost: returning workers wait for one another
         joining = {w: one for w, one in alive.items() if kept.get(w) != one}
         mine = alive.get(self.worker)
         if view.members.get(self.worker) != mine and kept:
-            return None  # left out: those who are in decide
+            return None  # left out: the members decide
         leads = not kept or min(kept) == self.worker
         complete = all(worker in kept or self._is_done(worker, view) for worker in view.members)
         if complete and not (joining and leads):
-            return None  # the view is right as it is, or somebody else lets the others in
-        # Whoever finds a death proposes at once; those who come may wait for the first member.
+            return None  # the view is up to date, or another member admits the new workers
+        # A death is proposed at once by any member; new workers wait for the first member.
         members = {**kept, **(joining if leads else {})}
         return View(view.number + 1, dict(sorted(members.items())))
 
 
 class Membership:
-    """Keeps this worker in the run and finds out about the others."""
+    """Keeps this worker in the run, and tracks the others."""
 
     def __init__(
         self, place: ProcessInfo, store: Store, *, silence: float, start: float, beat: float = BEAT
@@ -179,13 +180,14 @@ class Membership:
         self._count, self._leaving, self._complete = 0, False, False
         self._done_in: int | None = None
         self._looked = self._began = time.monotonic()
-        """When the last look at the others began, which the store has answered."""
+        """When the last successful read of the other heartbeats began."""
         self._clock = 0.0
-        """Seconds that this process was awake: while it is frozen, nobody else is silent."""
+        """Seconds that this process was awake; time while it was frozen is not silence of
+        others."""
         self._left_out = False
         self._failure: BaseException | None = None
         self._sign = (time.monotonic(), math.inf)
-        """When the main thread last showed that it lives, and for how long that holds."""
+        """When the main thread last showed a sign of life, and for how long that is valid."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
@@ -193,14 +195,14 @@ class Membership:
         self._thread.start()
 
     def show_life(self, *, seconds: float | None = None) -> None:
-        """The main thread lives; until the next time this may take so many seconds, if given, else
-        as many as the last time."""
+        """Show a sign of life of the main thread. The next one may take `seconds` or, if None, as
+        long as given last."""
         if threading.current_thread() is threading.main_thread():
             self._sign = (time.monotonic(), self._sign[1] if seconds is None else seconds)
 
     def close(self, *, done_in: View | None = None, complete: bool = False) -> None:
-        """Say that this worker leaves; with `done_in`, because the run has stopped in this view, or
-        is `complete`. The first call counts."""
+        """Announce that this worker leaves; with `done_in`, because the run has stopped in this
+        view, or is `complete`. The first call counts."""
         if self._closing.is_set():
             return
         self._leaving, self._complete = done_in is None, complete
@@ -228,7 +230,7 @@ class Membership:
         return None
 
     def left_out(self) -> bool:
-        """Whether the others have gone on without this worker since the last call."""
+        """Whether the others have continued without this worker since the last call."""
         with self._condition:
             left_out, self._left_out = self._left_out, False
             return left_out
@@ -244,7 +246,7 @@ class Membership:
             raise ViewChangedError(f"view {view.number} was followed by view {now.number}")
 
     def await_change(self, view: View) -> bool:
-        """Wait for the view that follows, as long as it takes to find out that a worker is dead."""
+        """Wait for the next view, for as long as it takes to detect a dead worker."""
         deadline = time.monotonic() + self.silence + 6 * self.beat
         with self._condition:
             while time.monotonic() < deadline:
@@ -259,11 +261,11 @@ class Membership:
         return view.members.get(self.place.rank) == self.incarnation
 
     def _require_store(self) -> None:
-        """Return when the last look at the others is recent. Raise if the store does not answer,
-        without which nobody knows who is there."""
+        """Return once the last read of the other heartbeats is recent. Raise if the store does not
+        answer, since the membership is then unknown."""
         fresh, since = self.silence / 2, time.monotonic()
         with self._condition:
-            # Only this process may have been frozen, so the store gets time from now on.
+            # This process itself may have been frozen, so the store's time starts now.
             while self._failure is None and not self._closing.is_set():
                 now = time.monotonic()
                 if now - self._looked < fresh:
@@ -345,7 +347,7 @@ class Membership:
         self.store.add(PULSE, 1)
 
     def _adopt(self) -> None:
-        """Take over the newest view."""
+        """Adopt the newest view."""
         number = -1 if self._view is None else self._view.number
         newest, left_out = self._view, False
         while self.store.check([_view_key(number + 1)]):

@@ -1,7 +1,7 @@
-"""One exchange: from the weights of all workers to the weights that each goes on from.
+"""One exchange: from the weights of all workers to the weights from which each continues.
 
-Every exchange follows one formula. Worker i has weights x, its anchor y, from which it went on
-after the last exchange, and the outer gradient d = y - x:
+Every exchange follows one formula. Worker i has weights x, its anchor y, the weights from which it
+continued after the last exchange, and the outer gradient d = y - x:
 
     u_i = y_i - outer(d_i)            plain: u = x; SGD: lr d; Nesterov: lr (d + momentum m)
     y_i <- sum_j W_ij C(u_j)          W: the topology's matrix of this round; C: what is sent
@@ -11,12 +11,12 @@ after the last exchange, and the outer gradient d = y - x:
     NoLoCo-like   many steps, random pairs, Nesterov                 (arXiv 2506.10911)
 
 (arXiv 2606.11081 has the same unification.) If the graph is complete and every worker has the same
-anchor, only differences need to be sent: they are small, so that few bits describe them, and what
-rounding loses is added to the next exchange (error feedback). The outer step is then applied to
-their mean, which is the same, as all of it is linear.
+anchor, only differences need to be sent: they are small, so few bits suffice, and rounding errors
+are added to the next exchange (error feedback). The outer step is then applied to their mean, which
+gives the same result since all of it is linear.
 
 Without a common anchor, a lossy format sends rounded weights, and a worker adds only their
-differences, x_i + sum_j W_ij (C(x_j) - C(x_i)). So the mean over all workers is kept exactly.
+differences, x_i + sum_j W_ij (C(x_j) - C(x_i)). So the mean over all workers is preserved exactly.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ BUCKET = 2**24
 """Elements per bucket, above which no further parameter is added."""
 
 Buckets = list[torch.Tensor]
-"""One long tensor for each bucket."""
+"""One flat tensor for each bucket."""
 
 
 class FlatLayout:
-    """This process's shards of all parameters as a few long tensors, for communication.
+    """This process's shards of all parameters as a few flat tensors, for communication.
 
-    Parameters that are not sharded inside a worker come first, in buckets of their own: all
-    processes of a worker hold them at the same places, so that a sum over workers rounds alike on
-    all of them.
+    Parameters that are not sharded within a worker come first, in separate buckets: all processes
+    of a worker hold them at the same positions, so that a sum over workers is rounded in the same
+    way on all of them.
     """
 
     def __init__(self, parameters: ShardedParameters) -> None:
@@ -105,7 +105,7 @@ def _is_sharded(parameter: ShardedParameter) -> bool:
 
 
 DENSITY = 1 / 64
-"""Share of the elements that top-k sends if the settings do not say."""
+"""The default share of the elements that top-k sends."""
 
 
 @dataclass(frozen=True)
@@ -138,21 +138,21 @@ class OuterStep:
 
 @dataclass
 class OuterState:
-    """What exchanges keep from one to the next; empty where not needed."""
+    """State that exchanges keep from one to the next; empty where not needed."""
 
     anchor: Buckets = field(default_factory=list)
     """The weights after the last exchange."""
     momentum: Buckets = field(default_factory=list)
     """The outer optimizer's momentum."""
     residual: Buckets = field(default_factory=list)
-    """What rounding has lost so far, to be sent with the next exchange."""
+    """Accumulated rounding errors, to be sent with the next exchange."""
 
     def named(self) -> dict[str, Buckets]:
         return {name: value for name, value in vars(self).items() if value}
 
 
 class Exchange:
-    """Computes exchanges; keeps the outer optimizer's state."""
+    """Computes exchanges, and holds the outer optimizer's state."""
 
     def __init__(
         self, config: ParallelConfig, workers: WorkerSet, layout: FlatLayout, *, seed: int
@@ -169,7 +169,7 @@ class Exchange:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew, from the present weights."""
+        """Restart from the current weights."""
         self.state = OuterState()
         if self.shares_anchor or not self.outer.is_plain:
             self.state.anchor = self.layout.read()
@@ -186,10 +186,10 @@ class Exchange:
         self.exact = Transfer(exact, workers.on_host, workers.interrupt)
         fit = topology_fits(self.wanted, workers=workers.count, per_node=workers.per_node)
         self.topology = self.wanted if fit else "random"
-        """What some workers use while others are missing may differ from what was asked for."""
+        """The topology, which may differ from the configured one while workers are missing."""
 
     def group_of(self, round: int) -> Members:
-        """The group of this worker in a round, by places among those that take part."""
+        """The group of this worker in a round, as indices of the workers that take part."""
         index = self.workers.index
         groups = groups_of_round(
             self.topology,
@@ -201,13 +201,13 @@ class Exchange:
         return next(members for members in groups if index in members)
 
     def connect(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """The processes to exchange with, given places among the workers that take part."""
+        """The process group to exchange with, given indices of the workers that take part."""
         return self.workers.connect([self.workers.members[place] for place in members])
 
     @torch.no_grad()
     def run(self, weights: Buckets, *, round: int) -> tuple[Buckets, int]:
-        """Exchange weights with the group of a round; returns those to go on from, and the bytes
-        that this process sent. The anchor becomes what is returned."""
+        """Exchange weights with the group of a round; returns those to continue from, which become
+        the anchor, and the bytes that this process sent."""
         processes, sent = self.connect(self.group_of(round)), 0
         results = []
         for place, x in enumerate(weights):
@@ -255,7 +255,7 @@ class Exchange:
         done = self.transfer.sum(x, processes, round_sum=False)
         mean = 1 / processes.size() * done.total
         if self.codec.lossy:
-            # What was lost on the way to the others is not lost here.
+            # This worker's own values are exact here, without the loss of the transfer.
             mean += x - done.own
         return mean, done.sent
 
@@ -275,8 +275,8 @@ class Exchange:
 
     @torch.no_grad()
     def catch_up(self, *, counts: bool) -> None:
-        """Bring in workers that have just come: they take the average of those for which it
-        `counts`, weights and outer state. A common anchor becomes common again."""
+        """Give joining workers the average weights and outer state of those for which it `counts`.
+        A common anchor becomes common again."""
         average = self.average(self.layout.read(), counts=counts)
         if not counts:
             self.layout.write(average)

@@ -1,18 +1,18 @@
-"""Training steps of workers with weights of their own.
+"""The decentralized strategy: training steps of workers with weights of their own.
 
-A worker's own step is that of `Spmd`, on the processes of the worker. Around it weights, never
-gradients, are exchanged with other workers (see `outer`), while training continues:
+A worker's own step is that of `Spmd`, on the processes of the worker. Around it, weights rather
+than gradients are exchanged with other workers (see `outer.py`), while training continues:
 
     step t       forward, backward, update              x(t)
-                 start the exchange of x(t)             in a thread, on a stream of its own
-    step t + 1   forward and backward at x(t)           meanwhile
+                 start the exchange of x(t)             in a thread, on a separate stream
+    step t + 1   forward and backward at x(t)           at the same time
                  finish it: x <- exchanged
                  update                                 x(t+1) = Mix[x(t)] - update(g at x(t))
                  start the exchange of x(t+1)
 
-With a longer `delay` the result comes later, and what the worker has changed in the meantime is
-added to it. A worker waits only for those in its group of this round. Overflow, norm and clipping
-are decided inside a worker, over its whole model.
+With a longer `delay` the result comes later, and the updates that the worker has made in the
+meantime are added to it. A worker waits only for the others in its group of this round. Overflow,
+norm and clipping are decided within a worker, over its whole model.
 
 The model of the run is the average of all workers: it is evaluated, sampled, saved and exported.
 """
@@ -46,10 +46,10 @@ from gristmill.strategies.step import divide_batches
 from gristmill.strategies.strategy import REQUEST, ExchangeReport, StepLimits, StepResult
 
 WEIGHTS, RESULT, SENT, LOSS_SCALE = "weights", "result", "sent", "loss_scale"
-"""Kinds of state, beside those of the exchange. Result: of an exchange that is not used yet."""
+"""Kinds of state, besides those of the exchange. Result: of an exchange that is not applied yet."""
 
 Mixing = Callable[[Progress], float]
-"""How far a worker moves towards the result of an exchange, at a progress."""
+"""How far a worker moves towards the result of an exchange, at a progress of the run."""
 
 
 def build_mixing(config: RunConfig, resolved: Resolved | None) -> Mixing:
@@ -73,16 +73,16 @@ def build_mixing(config: RunConfig, resolved: Resolved | None) -> Mixing:
 
 @dataclass
 class _PendingExchange:
-    """An exchange from its start to the use of its result."""
+    """An exchange from its start until its result is applied."""
 
     due: int
-    """The step before whose update the result is used."""
+    """The step before whose update the result is applied."""
     sent: Buckets
-    """The weights that this worker gave."""
+    """The weights that this worker contributed."""
     future: Future[tuple[Buckets, int]] | None = None
     result: Buckets | None = None
     bytes: int = 0
-    """Sent by this process for it."""
+    """Bytes sent by this process for it."""
     ready: torch.cuda.Event | None = None
 
 
@@ -117,18 +117,18 @@ class Decentralized:
         self._before = Progress()
         self._pending: _PendingExchange | None = None
         self._error: Exception | None = None
-        """The error of an exchange, after the step was taken."""
+        """The error of an exchange, kept until the step is complete."""
         self._own: Buckets | None = None
         """This worker's weights while the parameters hold the average."""
         self._agreed = False
-        """Whether all workers hold the average, since an evaluation without a step after it."""
+        """Whether all workers hold the average, after an evaluation that no step has followed."""
         self._loaded: set[str] = set()
         device = inner.world.device.torch_device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="exchange")
         self._started = False
 
-    # ------------------------------------------------------------------ what the loop sees
+    # ------------------------------------------------------------------ the interface of strategies
 
     @property
     def model(self) -> CausalLM:
@@ -179,7 +179,7 @@ class Decentralized:
                     waited += self._use_result()
             stop_step = self.agreement.after_step(step, asked=signals % REQUEST > 0)
         except Exception as error:
-            # The step was taken, and counts; what others have caused ends the next one.
+            # The step is complete and counts; the error is raised in the next one.
             self._error = error
         inner_wait = result.waited
         return dataclasses.replace(
@@ -232,7 +232,7 @@ class Decentralized:
             return gather_model(self.model, shards, self.inner.world, self.control)
 
     def weights_changed(self) -> None:
-        """New weights were loaded: all exchanges begin anew."""
+        """Restart all exchanges after new weights were loaded."""
         self.inner.weights_changed()
         self._pending, self._agreed = None, False
         self.exchange.restart()
@@ -244,9 +244,9 @@ class Decentralized:
         self.agreement.close()
 
     def enter(self, workers: WorkerSet, control: ControlGroup, agreement: StopAgreement) -> None:
-        """Go on with other workers; what was under way with the old ones is dropped."""
+        """Continue with other workers; unfinished exchanges with the old ones are dropped."""
         if self._pending is not None and self._pending.future is not None:
-            # It ends soon, one way or another, and changes the outer state until then.
+            # The exchange ends soon, in success or failure, and changes the outer state until then.
             wait([self._pending.future])
         self.workers, self.control, self.agreement = workers, control, agreement
         self.inner.control, self._agreed = control, False
@@ -255,7 +255,7 @@ class Decentralized:
         self._pending, self._started, self._error = None, False, None
 
     def catch_up(self, *, counts: bool, rounds: int) -> None:
-        """Bring in workers that have just come, for which it does not `count`."""
+        """Give joining workers, whose own weights do not `count`, the average of the others."""
         self.exchange.catch_up(counts=counts)
         self._rounds = rounds
         self.inner.weights_changed()
@@ -263,7 +263,7 @@ class Decentralized:
     # ------------------------------------------------------------------ exchanges
 
     def _start(self, step: int) -> None:
-        """Begin an exchange of the present weights."""
+        """Start an exchange of the current weights."""
         weights = self.layout.read()
         pending = _PendingExchange(due=step + self.delay, sent=weights)
         round, self._rounds = self._rounds, self._rounds + 1
@@ -288,7 +288,7 @@ class Decentralized:
             return done
 
     def _settle(self) -> float:
-        """Wait until no exchange is under way; returns the seconds that this took."""
+        """Wait until no exchange is running; returns the seconds that this took."""
         pending = self._pending
         if pending is None or pending.future is None:
             return 0.0
@@ -308,7 +308,7 @@ class Decentralized:
 
     @torch.no_grad()
     def _use_result(self) -> float:
-        """Go on from the result of the exchange; returns the seconds waited for it."""
+        """Apply the result of the exchange; returns the seconds waited for it."""
         waited, pending = self._settle(), self._pending
         assert pending is not None and pending.result is not None
         factor, unchanged = self.mixing(self._before), self.delay <= 1
@@ -336,7 +336,7 @@ class Decentralized:
         return {**dict.fromkeys(kinds, Placement.SHARDED), LOSS_SCALE: Placement.REPLICATED}
 
     def entries(self) -> Iterator[StateEntry]:
-        """This worker's own weights, and what its exchanges keep."""
+        """This worker's own weights, and the state of its exchanges."""
         assert self._pending is None or self._pending.future is None, "an exchange is under way"
         held = {WEIGHTS: self.layout.read() if self._own is None else self._own}
         if self._pending is not None and self._pending.result is not None:
@@ -372,7 +372,7 @@ class Decentralized:
             self.exchange.views()[kind][key].copy_(value)
 
     def _restored(self, kind: str) -> dict[str, torch.Tensor]:
-        """The buffers of an exchange whose result was saved before it was used."""
+        """The buffers of an exchange whose result was saved before it was applied."""
         if self._pending is None:
             self._pending = _PendingExchange(
                 due=0, sent=self.layout.zeros(), result=self.layout.zeros()
@@ -390,8 +390,8 @@ class Decentralized:
         return {**resolved, "due": due}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on where the workers stopped if their own weights were loaded, else from the average,
-        which the parameters hold."""
+        """Continue from the workers' own weights if they were loaded, else from the average, which
+        the parameters hold."""
         loaded, self._loaded = self._loaded, set()
         names = ("rounds", "sent_bytes", "unused_bytes")
         resolved = {name: state.get(name, 0) for name in names}

@@ -1,7 +1,8 @@
 """Topologies: which workers exchange weights with which, round after round.
 
-A round divides all workers into groups, and the workers of a group take its mean; a worker alone
-keeps what it has. So every round keeps the mean over all workers, and its matrix is symmetric.
+A round divides all workers into groups, and the workers of a group take its mean; a worker on its
+own keeps its weights. So every round preserves the mean over all workers, and its mixing matrix is
+symmetric.
 
     name                   workers N, nodes M           rounds of a period
     complete               any                          1: everybody
@@ -16,9 +17,9 @@ keeps what it has. So every round keeps the mean over all workers, and its matri
                                                         matched as in exp if M is a power of two,
                                                         else around a ring
 
-Which sizes a topology fits is in `config/parallel.py`, so that a run file is refused early.
+The sizes that a topology supports are in `config/parallel.py`, so that a run file is refused early.
 Workers are numbered node by node. Everything is a pure function of its arguments, so all workers
-find the same groups without asking each other.
+compute the same groups without communication.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Members = tuple[int, ...]
 
 
 class Cluster(NamedTuple):
-    """What the groups of a round depend on, apart from the round."""
+    """The inputs of the groups of a round, apart from its number."""
 
     workers: int
     per_node: int
@@ -51,7 +52,7 @@ class Cluster(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """One kind of topology. Its functions are not asked about a single worker."""
+    """A topology. Its functions are not called for a single worker."""
 
     period: Callable[[Cluster], int | None]
     """Rounds until groups repeat; None if they do not."""
@@ -88,7 +89,8 @@ def _partners(count: int, bit: int) -> list[Members]:
 
 
 def _around(count: int, slot: int) -> list[Members]:
-    """Neighbours on a ring, beginning at a place; of an odd number the first is left alone."""
+    """Pairs of neighbours on a ring, starting at a position; with an odd number the first is left
+    alone."""
     return [
         ((slot + one) % count, (slot + one + 1) % count) for one in range(count % 2, count - 1, 2)
     ]
@@ -109,13 +111,13 @@ def _alternating_exp_ring(cluster: Cluster, slot: int) -> list[Members]:
 def _random(cluster: Cluster, round: int) -> list[Members]:
     text = f"gossip {cluster.seed} {round}".encode()
     generator = random.Random(int.from_bytes(hashlib.sha256(text).digest()))
-    # Of all methods, only random() is promised to be the same in every version of Python.
+    # Only random() is guaranteed to give the same numbers in every version of Python.
     order = sorted(range(cluster.workers), key=lambda worker: generator.random())
     return [tuple(order[begin : begin + 2]) for begin in range(0, cluster.workers, 2)]
 
 
 def _node_rounds(nodes: int) -> int:
-    """After how many exchanges between nodes the same pairs come again."""
+    """After how many exchanges between nodes the pairs repeat."""
     if is_power_of_two(nodes):
         return _log2(nodes)
     return nodes if nodes % 2 else 2
@@ -141,7 +143,7 @@ def _hierarchical(cluster: Cluster, slot: int) -> list[Members]:
 def _hierarchical_period(cluster: Cluster) -> int:
     if cluster.nodes == 1:
         return 1
-    # A worker alone on its node has nobody to meet inside.
+    # A worker alone on its node has no partner inside.
     return _node_rounds(cluster.nodes) * (1 if cluster.per_node == 1 else 2)
 
 

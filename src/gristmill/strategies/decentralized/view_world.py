@@ -1,8 +1,8 @@
 """The world of a worker in one view of an elastic run.
 
-Torch's own default group is of no use here: it ends with the first of its members. Groups are made
-directly, of the workers of a view that need one, and are left behind with the view. Waiting for
-others ends when the view changes.
+Torch's default group cannot be used here, since it fails with the first of its members. Groups are
+created directly, from those workers of a view that need one, and dropped with the view. Waiting for
+other workers ends when the view changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _POLL = 0.01
 _CONNECTING = 20.0
-"""Seconds in which members that are all there connect to each other."""
+"""Seconds for the members of a group to connect to each other, once all are present."""
 
 
 class ViewGroups:
@@ -49,13 +49,13 @@ class ViewGroups:
         self.timeout, self.interrupt = timeout, interrupt
         self._known: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._clients: list[Store] = []
-        """Connections to the store that groups use, which torch does not keep alive."""
+        """Connections to the store that groups use; torch keeps no references to them."""
 
     def of(
         self, members: Sequence[int], *, purpose: str, timeout: float | None = None
     ) -> dist.ProcessGroup | None:
-        """The group of some workers, this one included; None if it is alone. `timeout`: of its
-        collectives, if not that of a step."""
+        """The group of some workers, including this one; None for this one alone. `timeout`: that
+        of its collectives, if not the one of a step."""
         if len(members) == 1:
             return None
         key = (purpose, tuple(members))
@@ -69,7 +69,7 @@ class ViewGroups:
         name = f"view-{self.view.number}/{purpose}/{'-'.join(map(str, members))}"
         assert self.store is not None, "a worker alone needs no group"
         store = dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
-        # Whoever waits here can be interrupted, and costs the store nothing.
+        # Waiting here can be interrupted, and does not block the store.
         store.set(f"here/{self.worker}", "")
         while not store.check([f"here/{worker}" for worker in members]):
             self.interrupt()
@@ -77,7 +77,7 @@ class ViewGroups:
         rank, size = members.index(self.worker), len(members)
         gloo: Any = self._gloo(name, rank=rank, size=size)
         gloo._set_default_timeout(timedelta(seconds=timeout + MARGIN))
-        # Some collectives know no bare backend.
+        # Some collectives do not accept a bare backend.
         group = dist.ProcessGroup(store, rank, size)
         kind: Any = dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(kind)
@@ -86,10 +86,10 @@ class ViewGroups:
         return group
 
     def _gloo(self, name: str, *, rank: int, size: int) -> Any:
-        """Connect to the others, in a thread: if one of them dies in this moment, the rest would
-        wait for it until the timeout."""
+        """Connect to the others, in a thread: if one of them dies at this moment, the others would
+        block until the timeout."""
         assert self.store is not None
-        # The client that waits cannot be used for anything else.
+        # A client that waits cannot be used for anything else.
         client = self.store.clone()  # type: ignore[attr-defined]
         self._clients.append(client)
         own = dist.PrefixStore(name, client)  # type: ignore[attr-defined]
@@ -109,24 +109,24 @@ class ViewGroups:
         return built.result()
 
     def leave(self) -> None:
-        """Leave all groups, whatever is still under way in them."""
+        """Leave all groups, even with unfinished collectives."""
         self._known.clear()
         self._clients.clear()
         forget_finished()
 
 
 def forget_finished() -> None:
-    """Let go of collectives that have ended since, and so of their groups. They end at the latest
-    when the others close their connections."""
+    """Drop collectives that have ended, and with them their groups. They end at the latest when the
+    others close their connections."""
     for entry in list(UNFINISHED):
         if entry[0].is_completed():
-            # Another thread may have waited for it.
+            # Another thread may have removed it.
             with contextlib.suppress(ValueError):
                 UNFINISHED.remove(entry)
 
 
 def keep_unfinished() -> None:
-    """At the end of the process: let nobody wait for what others may never finish."""
+    """At the end of the process: do not wait for collectives that others may never finish."""
     forget_finished()
     for _, group in UNFINISHED:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -3,8 +3,8 @@
     processes    0 1 | 2 3 | 4 5 | 6 7      dp_shard = 2
     workers       0  |  1  |  2  |  3       the dp_replicate axis
 
-Inside a worker everything is as in a run of that worker alone: sharding, gradients, clipping.
-Across workers, processes at the same place in their workers exchange the shards that they hold.
+Within a worker everything works as in a run of that worker alone: sharding, gradients, clipping.
+Across workers, processes at the same position in their workers exchange the shards that they hold.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class StopAgreement:
     """Agrees with all other processes on the last step, without a collective in every step;
     `control` is used for nothing else.
 
-    Workers are not at the same step, and between two exchanges they do not meet. A thread of each
-    process gathers a small message from all others a few times a second:
+    Workers may be at different steps, and between two exchanges they do not synchronize. A thread
+    of each process gathers a small message from all others a few times per second:
 
-        a process is asked to stop      all threads learn it from the next message
-        the message after that          each reports the step it is in, and holds at the end of it
+        a process is asked to stop      all threads learn of it with the next message
+        the message after that          each reports its current step, and holds at the end of it
         the same message, gathered      all stop after the largest of these steps
 
-    A process that holds may already be the cause why another waits for an exchange, but that one's
-    thread reports all the same; so no process holds for longer than a message takes.
+    A process that holds may make another one wait for an exchange, but the thread of that one
+    still reports; so no process holds for longer than a message takes.
     """
 
     def __init__(self, control: ControlGroup, *, interval: float = INTERVAL) -> None:
         self.control, self.interval = control, interval
         self._condition = threading.Condition()
         self._step = 0
-        """The step that this process is in, or will begin next."""
+        """The current step of this process, or its next one."""
         self._asked, self._closing = False, False
         self._holding = False
         """Whether `_step` was reported as the one to hold at."""
@@ -52,7 +52,7 @@ class StopAgreement:
         self._thread = threading.Thread(target=self._run, name="stop agreement", daemon=True)
 
     def start(self, step: int) -> None:
-        """Begin, before this step."""
+        """Start the thread, before this step."""
         self._step = step
         if self.control.size > 1:
             self._thread.start()
@@ -88,7 +88,7 @@ class StopAgreement:
                 self._condition.notify_all()
 
     def _exchange(self) -> bool:
-        """Exchange one message with all others; returns whether to go on."""
+        """Exchange one message with all others; returns whether to continue."""
         with self._condition:
             mine = [self._step, self._asked, self._holding, self._closing]
         gathered = self.control.all_gather(mine)
@@ -108,7 +108,7 @@ Connect = Callable[[Sequence[int]], "dist.ProcessGroup | None"]
 
 @dataclass(frozen=True)
 class WorkerSet:
-    """The workers that take part, and how this process reaches its counterparts in them."""
+    """The workers that take part, and the groups of this process with its counterparts in them."""
 
     mine: int
     """This process's worker."""
@@ -119,10 +119,10 @@ class WorkerSet:
     """The group of this process's counterparts in some workers, itself included; None if it is
     alone. Only its members take part in creating it."""
     on_host: bool = False
-    """Whether exchanges go through host memory: the network of the groups is the host's, and the
-    weights are on a GPU."""
+    """Whether exchanges go through host memory: the groups use gloo, and the weights are on a
+    GPU."""
     interrupt: Callable[[], None] | None = None
-    """Raises if waiting for the others no longer makes sense."""
+    """Raises to stop waiting for the others."""
 
     @property
     def count(self) -> int:
@@ -165,9 +165,9 @@ def _backend() -> str:
 
 
 def workers_per_node(config: ParallelConfig, mesh: Mesh, *, local_world: int | None) -> int:
-    """Workers on each node; refuses a topology that they do not fit."""
+    """Workers on each node; refuses a topology that does not support them."""
     if mesh.dp_replicate == 1:
-        return 1  # it has nobody to exchange with
+        return 1  # a single worker has no peers
     given = None if config.gossip is None else config.gossip.workers_per_node
     per_node, inside = given, mesh.worker.processes
     if per_node is None and local_world is not None and local_world % inside == 0:

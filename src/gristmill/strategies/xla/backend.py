@@ -1,6 +1,6 @@
 """Starts JAX in this process, once: its devices, its compilation cache, other hosts.
 
-This is the only place that asks whether JAX is there; the other modules of this folder import it.
+This is the only module that checks whether JAX is installed; the others of this folder import it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 VERSIONS = ("0.10.2", "0.12")
 """The first release of JAX that was tested, and the first that was not."""
 ABORT_SECONDS = 60.0
-"""How long our monitor may take to name a host that is lost, before JAX ends the process."""
+"""How long the monitor may take to name a lost host, before JAX ends the process."""
 
 _joined: list[ProcessInfo] = []
 """How this process has joined the others, if it has."""
@@ -45,7 +45,7 @@ def start_xla(
 ) -> int:
     """The number of devices of all processes."""
     if runtime.deterministic:
-        # Read when the first device is asked for.
+        # Read when the first device is requested.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DETERMINISTIC}".strip()
     jax: Any = optional("jax", extra="xla", purpose='runtime.device = "xla"')
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
@@ -65,7 +65,7 @@ def start_xla(
 
 
 def _join(jax: Any, parallel: ParallelConfig, place: ProcessInfo) -> None:
-    """Meet the other processes, beside the port at which torch does."""
+    """Connect to the other processes, at a port next to the one of torch."""
     if place.address is None:
         raise UserError(
             f"started as one of {place.world} processes without a rendezvous address",
@@ -73,7 +73,7 @@ def _join(jax: Any, parallel: ParallelConfig, place: ProcessInfo) -> None:
             remedy="set both, or start with torchrun or `gristmill launch`",
         )
     host, port = place.address
-    # It would handle TERM in its own way, and we save and stop then.
+    # JAX has a handler of TERM of its own; here TERM means to save and stop.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -95,12 +95,12 @@ def _join(jax: Any, parallel: ParallelConfig, place: ProcessInfo) -> None:
 
 
 def _survive_lost_hosts() -> None:
-    """Let our own monitor end this process when another is lost, with a line that names it.
+    """Let the monitor end this process when another one is lost, with a line that names it.
 
     JAX would abort the process as soon as the connection to rank 0 breaks, and on exit it would
-    wait for hosts that are gone. Its own callback for the former ends with std::bad_cast in JAX
-    0.10.2, and Python's handlers run in the main thread only. So a handler of C makes the thread
-    that aborts, one of JAX's, wait until the monitor has spoken. Any other abort is delayed too.
+    wait for lost hosts. Its callback for the former fails with std::bad_cast in JAX 0.10.2, and
+    Python's signal handlers run in the main thread only. So a handler in C makes the aborting
+    thread, one of JAX's, wait until the monitor has reported. Any other abort is delayed too.
     """
     from jax._src.api import clean_up
 
@@ -114,7 +114,7 @@ _WAIT_BEFORE_ABORT = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: time.sleep(A
 
 
 def leave_xla() -> None:
-    """Part from the other processes; not after an error, since they may never answer."""
+    """Disconnect from the other processes. Not after an error, since they may never answer."""
     if _joined:
         jax: Any = optional("jax", extra="xla", purpose='runtime.device = "xla"')
         jax.distributed.shutdown()

@@ -1,9 +1,8 @@
 """The XLA devices that a process drives, as one device to the rest of the program.
 
-Steps are dispatched without waiting for them. Their results are tensors on the host that have no
-values yet: an `Arrival` fills them in when the step is done, at the latest when a mark after it is
-waited for.
-"""
+Steps are dispatched without waiting for them. Their results are tensors on the host without values
+yet: an `Arrival` fills them in when the step is done, at the latest when a later mark is waited
+for."""
 
 from __future__ import annotations
 
@@ -57,13 +56,13 @@ class Placing:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def put(self, value: torch.Tensor, sharding: NamedSharding) -> jax.Array:
-        """A tensor that every process has whole."""
-        # A copy of its own: on the CPU an array may use the memory that it is made from.
+        """An array from a tensor of which every process has all."""
+        # A copy, since on the CPU an array may share the memory of its source.
         whole = value.detach().cpu().numpy().copy()
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     def put_local(self, value: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        """An array of which every process has its own part."""
+        """An array from the parts that the processes have."""
         return jax.make_array_from_process_local_data(sharding, value)
 
     def zeros(self, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
@@ -78,7 +77,7 @@ class Placing:
         if jax.process_count() == 1:
             return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
         gather = jax.jit(lambda array: array, out_shardings=self.replicated)
-        # One after the other, so that a device never holds more than one of them whole.
+        # One after another, so that a device never holds more than one whole array.
         return {
             name: torch.from_numpy(np.array(gather(array).addressable_data(0)))
             for name, array in arrays.items()
@@ -109,7 +108,7 @@ class Arrival:
         self.values: Any = values
         self.host = torch.full(values.shape, torch.nan)
         self.time = 0.0
-        """When they were seen to be there."""
+        """When their arrival was noticed."""
 
     def ready(self) -> bool:
         if self.values is not None and self.values.is_ready():
@@ -128,7 +127,7 @@ class XlaDevice(Device):
 
     torch_device: torch.device = _HOST
     arrivals: list[Arrival] = field(default_factory=list, compare=False)
-    """Results that are awaited, and the last that came."""
+    """Pending results, and the last that arrived."""
 
     @property
     def kind(self) -> str:
@@ -148,7 +147,7 @@ class XlaDevice(Device):
         return True
 
     def expect(self, values: jax.Array) -> torch.Tensor:
-        """A tensor on the host that will have these values when they are computed."""
+        """A tensor on the host that receives these values once they are computed."""
         awaited = [arrival for arrival in self.arrivals if arrival.values is not None]
         self.arrivals[:] = [*awaited, Arrival(values)]
         return self.arrivals[-1].host
@@ -175,7 +174,7 @@ class XlaDevice(Device):
         return self._memory().get("peak_bytes_in_use") or super().memory_peak()
 
     def _memory(self) -> dict[str, int]:
-        """What JAX knows about the memory of a device; nothing about the host's."""
+        """JAX's memory statistics of a device; empty for the host."""
         return jax.local_devices()[0].memory_stats() or {}
 
     def matrix_rate(self) -> MatrixRate:
@@ -202,7 +201,7 @@ class XlaMark(Mark):
         super().__init__(device)
         last = device.arrivals[-1] if device.arrivals else None
         self.arrival = last if last is not None and last.values is not None else None
-        """Results that are awaited; None if this point was reached at once."""
+        """The pending results; None if this point was reached at once."""
 
     def reached(self) -> bool:
         if self.arrival is not None and self.arrival.ready():

@@ -2,13 +2,13 @@
 
 A function is called once with tensors on the meta device, and torch records its operations: a model
 with its loss, or a decision with a step of an optimizer. Torch itself removes mutations and views,
-so every node of a graph is a pure function of its inputs, of known shape and dtype. Nothing of the
-code that is traced knows about it.
+so every node of a graph is a pure function of its inputs, of known shape and dtype. The traced code
+needs no changes for this.
 
 Some functions are replaced while they are traced:
 
-    scaled_dot_product_attention       one operation of its own, not its parts for some device
-    rms_norm                           one operation, so that it has a derivative of its own
+    scaled_dot_product_attention       one operation, not its decomposition for some device
+    rms_norm                           one operation, so that it has a custom derivative
     _fused_adam(w)_                    one operation for each parameter, which torch traces once
     _fused_sgd_                        the same arithmetic in plain operations, which XLA fuses
     the forward of a block             between two edges, so that it can be recomputed as a whole
@@ -43,7 +43,7 @@ class Traced(NamedTuple):
 
 
 def trace(function: Callable[..., Any], *args: Any) -> Traced:
-    """The operations of a function of meta tensors, in trees of any form."""
+    """Trace a function of meta tensors, in trees of any structure, to a graph."""
     leaves, inputs = jax.tree.flatten(args)
     assert len(set(map(id, leaves))) == len(leaves), "a graph knows its inputs by their identity"
     outputs: list[Any] = []
@@ -60,7 +60,7 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
 
 @contextlib.contextmanager
 def replaced() -> Iterator[None]:
-    """Compute with meta tensors as `trace` does, but record nothing, which takes far less time."""
+    """Compute with meta tensors like `trace`, but record nothing, which is much faster."""
     with torch.no_grad(), _Replaced():
         yield
 

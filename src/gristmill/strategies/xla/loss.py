@@ -1,4 +1,4 @@
-"""The loss of a model in JAX, which torch's graphs hold as one operation.
+"""The loss of a model in JAX, a single operation in torch's graphs.
 
 Shapes: N tokens, P shards of the batch, L tokens of a slice in each, D width, V rows of the head.
 """
@@ -15,7 +15,7 @@ SLICE_BYTES = 2**28
 """Memory for the logits of a slice on one device, which have the dtype of the hidden states."""
 CPU_SLICE_BYTES = 16 * 2**20
 SLICE_TOKENS = 256
-"""Tokens of a slice, at least."""
+"""The minimum number of tokens in a slice."""
 
 
 def linear_cross_entropy(

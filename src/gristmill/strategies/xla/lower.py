@@ -1,8 +1,8 @@
 """Graphs of torch operations (`graph.py`) as functions of JAX arrays.
 
 Each operation is looked up in `operations.py`, and every result is compared with the shape that
-torch found. An operation that is missing there is an error when a step is built, never a wrong
-number. Random numbers come from a key, the number of a block and that of a node.
+torch inferred. A missing operation is an error when a step is built, never a wrong number. Random
+numbers depend on a key, the number of the block and that of the node.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from gristmill.strategies.xla.operations import DTYPES, LOWERINGS, ResultSpec, a
 
 @dataclass(frozen=True)
 class Context:
-    """What a graph needs to know beside its inputs."""
+    """The options of a graph, apart from its inputs."""
 
     key: jax.Array | None = None
-    """Where random numbers come from; None if there are none."""
+    """The key of random numbers; None if there are none."""
     shards: int = 1
-    """Shards of the batch, which is the first dimension of whatever has one."""
+    """Shards of the batch dimension, which is always the first."""
     tp: int = 1
     """Shards of each layer."""
     attention: str = "auto"
@@ -45,7 +45,8 @@ class Context:
     scan: bool = False
     """Whether a run of blocks with one signature becomes a loop."""
     recompute: Callable[[int], Any] | None = None
-    """What to keep of a block, by number, as a policy of `jax.checkpoint`; None keeps all."""
+    """The results of a block to save, by its number, as a policy of `jax.checkpoint`; None saves
+    all."""
 
 
 class Lowered:
@@ -92,7 +93,7 @@ class Lowered:
         raise AssertionError("a graph ends with its output")
 
     def casts(self) -> list[Any]:
-        """For each input, the dtype in which alone it is used, if that is not its own."""
+        """For each input, the only dtype in which it is used, if that is not its own."""
         found = []
         for node in self.nodes:
             if node.op != "placeholder":
@@ -114,7 +115,8 @@ class _BlockFunctions:
         self.known: dict[Any, Callable[..., Any]] = {}
 
     def loops(self, run: Sequence[TracedBlock]) -> list[tuple[TracedBlock, ...]]:
-        """The blocks of a run that are one loop: those that recompute alike, or each by itself."""
+        """A run of blocks in groups that become one loop each: blocks with the same recomputation,
+        or single ones."""
         if not self.context.scan:
             return [(block,) for block in run]
         return [tuple(blocks) for _, blocks in groupby(run, key=self._policy)]
@@ -145,8 +147,8 @@ class _BlockFunctions:
         return self.context.recompute(block.number) if self.context.recompute else None
 
     def _function(self, block: TracedBlock) -> Callable[..., Any]:
-        """Random numbers follow from a key and a node's place in its block, so those that are
-        computed a second time are the same."""
+        """The compiled function of a block. Random numbers depend on a key and the position of a
+        node in its block, so that recomputation draws the same."""
         policy = self._policy(block)
         found = self.known.get((block.signature, policy))
         if found is not None:
@@ -168,7 +170,7 @@ class _BlockFunctions:
 
 
 ALL = object()
-"""The policy that keeps nothing but the inputs of a block."""
+"""The policy that saves only the inputs of a block."""
 _ATTENTION = attention._opoverload
 _LOSS = torch.ops.gristmill.linear_cross_entropy.default
 _RANDOM = {aten.bernoulli.p, aten.native_dropout.default}
@@ -228,5 +230,5 @@ def _key(context: Context, number: int) -> jax.Array:
 
 def _folded(key: jax.Array | None, block: Any) -> jax.Array | None:
     """The key of a block."""
-    # Node 0 is an input, which draws nothing.
+    # Node 0 is an input, which draws no random numbers.
     return None if key is None else jax.random.fold_in(jax.random.fold_in(key, 0), block)

@@ -5,9 +5,9 @@
     decision        `strategies/step.py`: norm, clipping, skipping
     update          the step of the run's own optimizer
 
-Weights and optimizer state are donated: a step overwrites them. What changes from step to step is
-an input (learning rates, limits, the key of dropout), so a step is compiled once for each form of
-its batches.
+Weights and optimizer state are donated: a step overwrites them. Everything that changes from step
+to step is an input (learning rates, limits, the key of dropout), so a step is compiled once for
+each set of batch shapes.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ CHANGING = ("lr", "momentum")
 
 
 class Controls(NamedTuple):
-    """What changes from step to step, as scalars."""
+    """The scalars that change from step to step."""
 
     settings: list[dict[str, jax.Array]]
     """The settings of each parameter group that change."""
     loss_tokens: jax.Array
-    """Tokens that count in the loss, at least 1."""
+    """Counted tokens, at least 1."""
     limits: jax.Array
     """Loss and norm above which the step is skipped."""
     key: jax.Array
     """The key of the random numbers of dropout."""
     signals: jax.Array
-    """For every device, whether its process was asked to stop; as parts of 1."""
+    """For every device, whether its process was asked to stop: the values of such a process add up
+    to 1."""
 
 
 class Programs:
@@ -112,7 +113,7 @@ class Programs:
         return optimizer
 
     def _state_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        """The shapes of all optimizer state, found by a step that computes nothing."""
+        """The shapes of all optimizer state, from a step on the meta device."""
         weights = {name: meta(shape) for name, shape in self.shapes.items()}
         optimizer = self._optimizer(weights)
         with replaced():
@@ -159,8 +160,8 @@ class Programs:
     # -------------------------------------------------------------- in JAX
 
     def step(self, batches: Batches, controls: Controls) -> Any:
-        """One step over micro-batches of this form, to be compiled; it returns weights, state, and
-        a vector: loss, gradient norm, skipped, signals."""
+        """One step over micro-batches of these shapes, to be compiled. It returns weights, state,
+        and a vector of loss, gradient norm, skipped and signals."""
         first = {
             name: jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype)
             for name, batch in batches.items()
@@ -219,7 +220,7 @@ class Programs:
         return place.weights, self.state_shardings(), place.replicated
 
     def state_shardings(self) -> dict[tuple[str, str], Any]:
-        """State that has the shape of its parameter is sharded like it."""
+        """State with the shape of its parameter is sharded like it."""
         return {
             (kind, name): self.placing.weights[name]
             if shape == self.shapes[name]
@@ -249,14 +250,14 @@ class Programs:
         )
 
     def _policy_of(self, block: int) -> Any:
-        """What is kept of a block, for `jax.checkpoint`; None for a block that keeps all."""
+        """The policy for `jax.checkpoint` of a block; None for a block that saves everything."""
         if not self._recompute.concerns(block):
             return None
         return ALL if self._recompute.kind == "full" else _is_kept
 
 
 def _cast(weights: Weights, dtypes: Sequence[Any]) -> Weights:
-    """Weights in the dtype in which alone a graph uses them, once for all micro-batches."""
+    """Weights cast to the only dtype in which a graph uses them, once for all micro-batches."""
     leaves, spec = jax.tree.flatten(weights)
     pairs = zip(leaves, dtypes[: len(leaves)], strict=True)
     return jax.tree.unflatten(
@@ -265,9 +266,9 @@ def _cast(weights: Weights, dtypes: Sequence[Any]) -> Weights:
 
 
 def _is_kept(primitive: Any, *inputs: Any, **parameters: Any) -> bool:
-    """Selective recomputation keeps matrix products and attention."""
+    """Selective recomputation saves matrix products and attention."""
     if jax.checkpoint_policies.dots_saveable(primitive, *inputs, **parameters):
         return True
-    # Attention of cuDNN is an operation of its own; the others name what is to be kept.
+    # cuDNN's attention is an operation of its own; the others name the tensors to save.
     named = primitive.name == "name" and parameters.get("name") == SAVED
     return named or primitive.name.startswith("dot_product_attention_fwd")

@@ -1,8 +1,8 @@
 """Training steps on XLA devices.
 
-One process drives all devices of its host. Weights and optimizer state live there as JAX arrays;
-the model and the optimizer that the rest of the program sees are on the host, and hold the same
-values only when somebody needs them: checkpoints, samples, and the start.
+One process drives all devices of its host, which hold weights and optimizer state as JAX arrays.
+The model and the optimizer that the rest of the program sees are on the host, and are synchronized
+with the devices only when needed: at the start, for checkpoints, and for samples.
 
     accumulate          puts the micro-batches on the devices
     update              dispatches the whole step, one compiled function, and does not wait for it
@@ -75,7 +75,7 @@ class Xla:
         self._steps: dict[Form, Any] = {}
         self._evaluations: dict[Form, Any] = {}
         self._weights: Weights | None = None
-        """None if those on the host are newer; so is the state."""
+        """The weights on the devices; None, like the state, if those on the host are newer."""
         self._state: State | None = None
         self._buffers: Weights = {}
         self._on_host = {"weights": True, "state": True}
@@ -204,7 +204,7 @@ class Xla:
             shardings = self.programs.state_shardings()
             self._state = {}
             for key, shape in self.programs.state_shapes.items():
-                # State of another form belongs to other settings, and starts over.
+                # State of a different structure belongs to other settings, and is initialised anew.
                 fits = key in held and tuple(held[key].shape) == shape
                 new = place.put(held[key], shardings[key]) if fits else None
                 self._state[key] = place.zeros(shape, shardings[key]) if new is None else new
@@ -250,7 +250,7 @@ class Xla:
         self._on_host = {"weights": True, "state": True}
 
     def close(self) -> None:
-        """Nothing to part from: all processes end after the same step."""
+        """Nothing to close: all processes end after the same step."""
 
 
 def build_xla(config: RunConfig, *, vocab: int, world: World, control: ControlGroup) -> Xla:
@@ -277,7 +277,7 @@ def build_xla(config: RunConfig, *, vocab: int, world: World, control: ControlGr
 
 
 def _shared_out(model: CausalLM, world: World) -> dict[str, ShardedParameter]:
-    """Every process has all parameters on its host, and saves its share of them."""
+    """Every process has all parameters on its host, and saves a part of them."""
     processes = world.mesh.processes
     return {
         name: dataclasses.replace(held, owned=crc32(name.encode()) % processes == world.rank)
@@ -286,7 +286,7 @@ def _shared_out(model: CausalLM, world: World) -> dict[str, ShardedParameter]:
 
 
 def _stacked(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
-    """The micro-batches of a step in one array for each input that they have."""
+    """The micro-batches of a step, stacked in one array for each of their inputs."""
     found = {}
     for name in _INPUTS:
         parts = [getattr(batch, name) for batch in batches]
@@ -302,7 +302,7 @@ def _form(arrays: Mapping[str, jax.Array]) -> Form:
 
 
 def _difference(form: Mapping[str, tuple[int, ...]], before: Mapping[str, tuple[int, ...]]) -> str:
-    """Why a step for these arrays is not the one before, in words."""
+    """A message why the step for these arrays differs from the one before."""
     changed = [
         f"{name} was {before.get(name, 'not there')} and is {form.get(name, 'not there')}"
         for name in {**before, **form}
