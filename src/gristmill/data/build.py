@@ -46,7 +46,7 @@ WORTH_CACHING = 1 << 20
 
 @dataclass(frozen=True)
 class OrderSpec:
-    """What the sample order of a run depends on, besides its data."""
+    """The inputs of a run's sample order, besides its data."""
 
     sequence: int
     seed: int

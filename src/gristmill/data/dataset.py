@@ -82,7 +82,7 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run trains and validates on."""
+    """The training and validation data of a run."""
 
     train: Mixture
     validation: Mixture | None

@@ -52,7 +52,7 @@ class ContentCheck:
             for suffix, facts in manifest.files.items() if manifest is not None else ():
                 self.files[file_of(prefix, suffix)] = facts
         self.damage: Problem | None = None
-        """What is wrong with the first damaged file."""
+        """The problem with the first damaged file."""
         self.in_background = False
         """Whether training runs at the same time."""
         self._rate = rate

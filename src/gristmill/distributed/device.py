@@ -81,7 +81,8 @@ class Device:
             torch.mps.synchronize()
 
     def read_later(self, scalars: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """What reads results of a step on the host, once a later mark is reached."""
+        """Queue a copy to the host. Returns a function that returns it, once a later mark is
+        reached."""
         found = scalars()
         if not self.pins_memory:
             host = found.cpu()

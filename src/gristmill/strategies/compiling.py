@@ -45,20 +45,20 @@ from gristmill.models.spec import CausalLM, StagedModel
 # A model's blocks and the optimizer's step are compiled at the same time, before a run needs them:
 # 23.7 instead of 29.2 s to the first step of `modern-small` with empty caches (decision 0029).
 #
-# torch compiles one graph after the other, in one thread. The graphs of a model whose blocks are
-# compiled one by one do not depend on each other: at a cold start each is compiled by a process of
-# its own (`compile_part.py`), while the run itself builds the model and validates it. These
-# processes do nothing but fill the caches of the compilers, where the run finds everything, as if
-# it were started for the second time. What they cannot compile, the run compiles itself. Only the
-# run tries which variant of a kernel is the fastest, when it has the device for itself.
+# torch compiles one graph after another, in one thread. The graphs of a model whose blocks are
+# compiled separately are independent: at a cold start each is compiled by a separate process
+# (`train/compile_part.py`), while the run builds the model and validates it. These processes only
+# fill the compilers' caches, so that the run starts as if for the second time. Graphs that they
+# cannot compile are compiled by the run itself. Only the run autotunes kernels, when it has the
+# device to itself.
 
 CORES = 8
-"""With fewer, these processes would only slow each other down."""
+"""The minimum number of cores; with fewer, these processes would only slow each other down."""
 THREADS = 4
-"""How many each uses to compile kernels."""
+"""Threads with which each process compiles kernels."""
 MEMORY_SHARE = 0.125
-"""The part of the device's memory for the weights of all of these processes, each of which has a
-whole model."""
+"""The share of the device's memory for the weights of these processes, each of which has a whole
+model."""
 LIMIT = 300.0
 """Seconds after which the run continues without them."""
 BESIDE, UPDATE, KERNELS = "beside", "update", "kernels"
@@ -202,15 +202,15 @@ def _start(task: CompileTask, environment: dict[str, str]) -> subprocess.Popen[s
 # ------------------------------------------------------------------ what is compiled
 
 SECONDS_PER_LAYER, SLOWER = 1.1, 0.011
-"""What a layer adds to the time that a whole model takes to compile, and by how much steps of
-compiled blocks are slower: measured on an H200."""
+"""Compilation time of a whole model per layer, and how much slower steps with compiled blocks are,
+as a fraction; measured on an H200."""
 USUAL_MFU = 0.4
-"""For an estimate of a run's time."""
+"""The MFU for an estimate of a run's duration."""
 LAUNCH_BOUND = 0.04
-"""Seconds of a pass below which launching its kernels may take as long as they do."""
+"""Seconds of a pass below which launching its kernels may take as long as running them."""
 WIDEST_ROW = 4096
-"""The widest row of a reduction that stays in registers; on an H200, layer norm of width 1280 takes
-0.6 of the time so."""
+"""The widest row of a reduction that stays in registers. On an H200 this reduces the time of layer
+norm of width 1280 to 0.6."""
 GRAPHS = 128
 """Maximum number of compiled versions of a function in a process."""
 
@@ -294,9 +294,8 @@ def compiled(function: Any, *, whole_graph: bool = True, cuda_graphs: bool = Fal
     # compilation fails.
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(GRAPHS, dynamo.recompile_limit)
-    # Functions with a backward pass of their own are part of the graph, which is the cache's key.
-    # Without this, nothing but the kernels is found again at the next start: the others are
-    # compiled anew, for seconds.
+    # Allow graphs with custom autograd functions in the cache. Without this, the next start finds
+    # only the kernels there, and spends seconds on compiling the rest again.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     use_heuristics(heuristics)
     options: dict[str, Any] | None = {"triton.cudagraphs": True} if cuda_graphs else None
@@ -304,9 +303,9 @@ def compiled(function: Any, *, whole_graph: bool = True, cuda_graphs: bool = Fal
 
 
 def use_heuristics(factory: Callable[[], Any] | None) -> None:
-    """Compile with these from now on; None: torch's own."""
+    """Use these heuristics for compilation from now on; None: torch's own."""
     torch._inductor.config.inductor_choices_class = factory
-    # Those with which this thread has compiled before would remain.
+    # Otherwise a thread that has compiled before would keep its heuristics.
     if (virtualized := sys.modules.get("torch._inductor.virtualized")) is not None:
         from torch._inductor.choices import InductorChoices
 
@@ -314,9 +313,9 @@ def use_heuristics(factory: Callable[[], Any] | None) -> None:
 
 
 def heuristics() -> Any:
-    """The compiler's own, but rows of up to `WIDEST_ROW` stay in registers while they are
-    normalised. It does so up to 1024, and reads longer ones twice. Saves 2.4 of the 167 ms that a
-    step of a model of width 1280 takes on an H200 (`docs/log.md`, 17 November)."""
+    """The compiler's heuristics, except that rows of up to `WIDEST_ROW` stay in registers while
+    they are normalised. By default this holds up to 1024, and longer rows are read twice. It saves
+    2.4 of the 167 ms of a step of a model of width 1280 on an H200 (`docs/log.md`, 17 November)."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V

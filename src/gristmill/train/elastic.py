@@ -193,7 +193,7 @@ class ElasticRun:
         require_same_settings(store, settings, place=place)
         self._store = SignedStore(store, self._key)
         silence = min(MAX_SILENCE, limit / 2)
-        # The store's client serves one thread at a time.
+        # A client of the store can be used by one thread at a time.
         heartbeats = connect(lambda: join_store(place, seconds=start))
         self.membership = Membership(
             place, SignedStore(heartbeats, self._key), silence=silence, start=start

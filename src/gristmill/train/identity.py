@@ -23,7 +23,7 @@ from gristmill.train.order import order_spec
 
 
 def _preconditioner_identity(settings: PreconditionerConfig | None) -> dict[str, Any]:
-    """What decides which state a preconditioner has."""
+    """The settings that determine the state of a preconditioner."""
     names = ("type", "method", "sides")
     values = {name: getattr(settings, name, None) for name in names}
     return {f"optim.preconditioner.{n}": value for n, value in values.items() if value is not None}
@@ -36,7 +36,7 @@ def run_identity(
     tokenizer: Tokenizer,
     chat: ChatEncoder | None,
 ) -> dict[str, Any]:
-    """What must stay the same for a run to resume exactly."""
+    """The settings and facts about the data that must stay the same, by name."""
     cut: dict[str, Any] = {
         "data.split (tokens)": _of_each_set(
             data, lambda split: [split.tokens.start, split.tokens.stop]

@@ -43,7 +43,7 @@ from gristmill.train.environment import describe_environment
 
 @dataclass(frozen=True)
 class Resumed:
-    """What was found in the run folder."""
+    """The checkpoint that a run continues from, and messages for the user."""
 
     checkpoint: Path | None
     notes: list[str]

@@ -65,7 +65,7 @@ def write_heartbeats(heartbeats: Iterable[Heartbeat]) -> str:
 
 
 def read_heartbeats(text: bytes) -> list[Heartbeat]:
-    """What `write_heartbeats` wrote."""
+    """Heartbeats from the format of the store."""
     return [Heartbeat(**values) for values in json.loads(text)]
 
 

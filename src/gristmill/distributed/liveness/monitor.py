@@ -148,7 +148,7 @@ class _OwnState:
     state: State = "running"
     message: str = ""
     leave_by: float | None = None
-    """When it is ended, if it does not end by itself."""
+    """When it is killed if it has not exited before."""
 
 
 class Monitor:

@@ -89,10 +89,10 @@ class Peer:
     done_in: int | None = None
     """The view in which it has finished or stopped, and in which its end needs no reaction."""
     complete: bool = False
-    """Whether the run is complete, so that nobody needs to wait for this worker."""
+    """Whether the run is complete, so that the others need not wait for this worker."""
 
     def note(self, values: Mapping[str, Any], *, now: float, namespace: str) -> None:
-        # An old heartbeat that somebody else writes again is no sign of life.
+        # An old heartbeat that is written again by a reader is no sign of life.
         if values["count"] > self.count:
             self.count, self.heard = values["count"], now
         same_host = self.namespace == namespace != ""
@@ -140,10 +140,10 @@ class Roll:
         """The next view, if this worker should propose one. `whole`: the number of workers of the
         run; `waited`: how long this worker has waited; `start`: how long the first view waits for
         all."""
-        # Several workers may propose the same number at once. The store keeps the first proposal
-        # and all adopt views in order, so they agree whatever it says; a worker that it wrongly
-        # leaves out joins the next view. But whoever is out proposes nothing while members are
-        # left: it may have been frozen, and take those for dead who only went on without it.
+        # Several workers may propose a view of the same number at once. The store keeps the first
+        # proposal and all adopt views in order, so they agree on any outcome; a worker wrongly left
+        # out joins the next view. But a worker outside the view proposes nothing while members are
+        # left: it may have been frozen, and mistake live workers for dead ones.
         alive = self.alive(now=now)
         all_here = len(alive) + sum(peer.complete for peer in self.peers.values()) >= whole
         if view is None:
@@ -305,8 +305,8 @@ class Membership:
         self._clock += min(began - self._looked, self.silence / 2)
         now = self._clock
         self._post()
-        # Before the others are read: whoever is in the view has posted before it was written, so
-        # nobody is taken for dead who only came later than the last reading.
+        # Adopt the view before reading the others: its members posted before it was written, so
+        # none that joined after the last read is mistaken for dead.
         self._adopt()
         for worker in range(self.place.world):
             if worker not in self._posted and self.store.check([_member_key(worker)]):
