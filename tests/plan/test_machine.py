@@ -15,6 +15,12 @@ from gristmill.plan.hardware import open_hardware
 from gristmill.plan.machine import _half_features, find_machine
 
 
+@pytest.fixture(autouse=True)
+def imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports of a known time, as timing them takes seconds."""
+    monkeypatch.setattr("gristmill.plan.machine.time_imports", lambda: 2.0)
+
+
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three GPUs, of which `nvidia-smi` tells; the file with its answer."""

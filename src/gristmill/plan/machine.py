@@ -1,4 +1,5 @@
-"""Detects the devices of a machine and their speed, without torch and in about a second.
+"""Detects the devices of a machine and their speed, in a few seconds and without torch, which only
+a process that times its import loads.
 
     known NVIDIA GPU      the published figures of its kind, or those of `plan --calibrate`
     unknown NVIDIA GPU    an l4, which is slower than most, with the memory of this GPU
@@ -30,6 +31,7 @@ from gristmill.plan.calibration import (
     this_machine,
 )
 from gristmill.plan.hardware import Hardware, open_hardware
+from gristmill.plan.overhead import USUAL_IMPORTS, time_imports
 
 _LARGE = 768
 """Rows and columns of matrices that are large for a CPU."""
@@ -57,6 +59,8 @@ class Machine:
     """Number and name of the devices, as text."""
     source: str
     """A sentence on where the figures of its speed come from."""
+    imports: float = USUAL_IMPORTS
+    """Seconds that the imports of `train` take."""
 
     @property
     def is_gpu(self) -> bool:
@@ -71,7 +75,7 @@ def find_machine(*, gpu: str | None = None, gpus: int | None = None) -> Machine:
     if gpus is not None:
         what, remedy = "the kind of GPU is missing", "give --gpu, such as h100-80gb"
         raise UserError(what, where="--gpus", remedy=remedy, exit=Exit.USAGE)
-    return _detect()
+    return replace(_detect(), imports=time_imports())
 
 
 def _published(hardware: Hardware) -> str:

@@ -39,6 +39,7 @@ from gristmill.distributed.world import World
 from gristmill.models.build import build_meta_model
 from gristmill.models.loss_terms import training_terms
 from gristmill.models.spec import CausalLM, StagedModel
+from gristmill.plan.overhead import SECONDS_PER_LAYER, SLOWER
 
 # ------------------------------------------------------------------ compiled ahead
 #
@@ -201,9 +202,6 @@ def _start(task: CompileTask, environment: dict[str, str]) -> subprocess.Popen[s
 
 # ------------------------------------------------------------------ what is compiled
 
-SECONDS_PER_LAYER, SLOWER = 1.1, 0.011
-"""Compilation time of a whole model per layer, and how much slower steps with compiled blocks are,
-as a fraction; measured on an H200."""
 USUAL_MFU = 0.4
 """The MFU for an estimate of a run's duration."""
 LAUNCH_BOUND = 0.04
