@@ -73,12 +73,48 @@ def test_a_chosen_size_gets_its_tokens_and_the_next_one_would_not() -> None:
     assert larger.tokens < TOKENS_PER_PARAMETER * larger.parameters
 
 
-def test_a_small_text_is_repeated_but_not_for_ever() -> None:
-    run = choose(200_000, vocab=1024)
-    assert run.config.preset == "modern-nano"
-    assert run.epochs is not None and 0.85 * MAX_EPOCHS < run.epochs < 1.1 * MAX_EPOCHS
-    enough = choose(10**9, hours=100, preset="modern-mini")
-    assert enough.epochs is not None and enough.epochs < 1.1 * GOOD_EPOCHS
+@pytest.mark.parametrize("tokens", [20_000, 200_000, 10**9])
+def test_a_text_is_repeated_four_times_at_most(tokens: int) -> None:
+    """More would overfit, whatever the size of the model and however much time there is."""
+    for preset in (None, "modern-mini"):
+        run = choose(tokens, vocab=1024, hours=100, preset=preset)
+        assert run.epochs is not None and 0.85 * GOOD_EPOCHS < run.epochs < 1.1 * GOOD_EPOCHS
+    asked = choose(tokens, vocab=1024, hours=None, horizon=tokens * MAX_EPOCHS)
+    assert asked.epochs is not None and asked.epochs > 0.9 * MAX_EPOCHS
+
+
+def test_time_that_a_small_text_leaves_over_is_told_of() -> None:
+    run = choose(200_000, vocab=1024, hours=3)
+    assert run.config.preset == "modern-nano" and run.seconds < 3 * HOUR
+    (told,) = [line for line in expected(run) if "more text would use the rest" in line]
+    assert "of 3h00m00s over" in told and told.count(".") == 1
+    assert told.replace(" ", "") in text_of(run).replace("\n#", "").replace(" ", "")
+    for other in (
+        choose(10**11, hours=1),  # the time limits
+        choose(200_000, vocab=1024, hours=None, horizon=10**6),
+        choose(200_000, vocab=1024, overrides=('train.until="1k steps"',)),
+    ):
+        assert not any("use the rest" in line for line in expected(other))
+
+
+@pytest.mark.parametrize("machine", [H200, LAPTOP], ids=["gpu", "laptop"])
+@pytest.mark.parametrize("minutes", [2, 10, 180])
+def test_the_time_is_that_of_the_whole_command(minutes: float, machine: Machine) -> None:
+    run = choose(machine=machine, vocab=4096, hours=minutes / 60)
+    parts = run.training_seconds * run.validation_factor + run.overhead.total
+    assert run.seconds == parts <= minutes * 60
+    share = minutes * 60 / 5
+    slower = replace(machine, imports=machine.imports + share)
+    late = choose(machine=slower, vocab=4096, hours=minutes / 60, preset=run.config.preset)
+    assert late.tokens < run.tokens and late.seconds <= minutes * 60
+    assert late.overhead.start == run.overhead.start + share
+
+
+def test_a_time_in_which_nothing_can_start_is_told_of() -> None:
+    run = choose(hours=10 / HOUR)
+    assert run.seconds > 10 and run.resolved.steps >= 1
+    assert any(line.startswith("That is more than the 10.0s there are") for line in expected(run))
+    assert not any(line.startswith("That is more") for line in expected(choose()))
 
 
 def test_what_is_asked_for_is_done() -> None:

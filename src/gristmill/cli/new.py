@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ _SETTING = re.compile(r"[a-z][a-z_0-9]*(\.[a-z][a-z_0-9]*)*=")
 _TOP_LEVEL = ("name", "preset", "folder")
 """Settings above the first table of a file."""
 _GPU_SECONDS, _CPU_SECONDS = 3 * 3600.0, 1800.0
-"""Default training time."""
+"""Default time for the whole command."""
 
 
 def new(
@@ -60,8 +61,8 @@ def new(
         str | None,
         typer.Option(
             metavar="TIME",
-            help='Time for training, such as "8" hours or "20m"; 3 hours on a GPU and half an hour '
-            "on a CPU if not given.",
+            help='Time for the whole of `train`, such as "8" hours or "20m"; 3 hours on a GPU and '
+            "half an hour on a CPU if not given.",
         ),
     ] = None,
     tokens: Annotated[
@@ -279,6 +280,8 @@ def _as_json(
         "steps": run.resolved.steps,
         "epochs": run.epochs,
         "seconds": run.seconds,
+        "training_seconds": run.training_seconds,
+        "overhead_seconds": asdict(run.overhead),
         "tokens_per_second": run.plan.step.tokens_per_second,
         "memory_bytes": run.memory,
         "commands": list(commands),

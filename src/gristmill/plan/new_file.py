@@ -25,6 +25,8 @@ _WIDTH = 98
 SCHEMA_FILE = "gristmill.schema.json"
 """The JSON Schema that editors find beside a run file."""
 _NEARLY = 0.9
+_OVER = 1.02
+"""Say that a run takes longer than asked for above this multiple; rounding alone may exceed it."""
 _WHOLE = 100
 _EPOCHS_MARGIN = 1.1
 """Warn of too many epochs above this multiple of `MAX_EPOCHS`; rounding alone may exceed it."""
@@ -56,10 +58,13 @@ def expected(run: NewRun) -> Iterator[str]:
     speed, memory = format_count(plan.step.tokens_per_second), format_bytes(run.memory)
     each = " on each device" if machine.count > 1 else ""
     yield (
-        f"Expected on {machine.described}: {described_span(run.seconds)} of training and "
-        f"validation at {speed} tokens/s and {memory} of memory{each}, with micro-batches of "
-        f"{plan.micro_batch} in {run.precision}. {machine.source}"
+        f"Expected on {machine.described}: {described_span(run.seconds)} from the command to its "
+        f"end, {described_span(run.training_seconds)} of it training, at {speed} tokens/s and "
+        f"{memory} of memory{each}, with micro-batches of {plan.micro_batch} in {run.precision}. "
+        f"{machine.source}"
     )
+    if run.goal.seconds is not None and not run.has_own_horizon:
+        yield from _about_time(run, run.goal.seconds)
     share, size = run.tokens / run.parameters, format_count(run.parameters)
     yield (
         f"The model reads {_digits(share)} tokens for each of the {size} parameters in its matrix "
@@ -74,10 +79,31 @@ def expected(run: NewRun) -> Iterator[str]:
         )
 
 
+def _about_time(run: NewRun, there: float) -> Iterator[str]:
+    """That the start alone takes too long for the time, or that the text is too small for it."""
+    if run.seconds > _OVER * there:
+        yield (
+            f"That is more than the {described_span(there)} there are: start, samples and "
+            f"checkpoints alone take {described_span(run.overhead.total)}."
+        )
+    elif _is_limited_by_text(run) and run.seconds < _NEARLY * there:
+        yield (
+            f"That leaves {described_span(there - run.seconds)} of {described_span(there)} over, "
+            f"since the text is small and a model learns little from reading it more than "
+            f"{GOOD_EPOCHS} times: more text would use the rest."
+        )
+
+
+def _is_limited_by_text(run: NewRun) -> bool:
+    """Whether it reads the text as often as is worth while."""
+    available = run.training_tokens
+    return available is not None and run.tokens > _NEARLY * GOOD_EPOCHS * available
+
+
 def _advice(run: NewRun) -> str:
     """How to give a model of this size more tokens."""
-    wanted, available = TOKENS_PER_PARAMETER * run.parameters, run.training_tokens
-    if available is not None and run.tokens > _NEARLY * GOOD_EPOCHS * available:
+    wanted = TOKENS_PER_PARAMETER * run.parameters
+    if _is_limited_by_text(run):
         tokens = format_count(wanted / GOOD_EPOCHS)
         return f"More text would improve it: {tokens} tokens are enough for this size."
     seconds = wanted / run.plan.step.tokens_per_second
