@@ -72,10 +72,12 @@ def measure(builders: Mapping[str, Builder], config: RunConfig, plan: Plan) -> d
         for worker in workers.values():
             worker.order("build")
         peaks = {name: worker.answer() for name, worker in workers.items()}
-        for name, peak in peaks.items():
-            # Building side by side takes more memory than taking turns.
-            measured[name].peak = peak or workers[name].do("build") or 0
-        fitting = {name: worker for name, worker in workers.items() if measured[name].peak}
+        fitting = {}
+        for name, worker in workers.items():
+            # Building side by side takes more memory than taking turns: try again alone.
+            peak = worker.do("build") if peaks[name] is None else peaks[name]
+            if peak is not None:
+                measured[name].peak, fitting[name] = peak, worker
         for block in range(plan.blocks):
             for name, worker in fitting.items():
                 speed, measured[name].loss = worker.do("block")
@@ -84,8 +86,6 @@ def measure(builders: Mapping[str, Builder], config: RunConfig, plan: Plan) -> d
             print(f"block {block + 1} of {plan.blocks}: {speeds}", file=sys.stderr, flush=True)
         for name, worker in fitting.items() if plan.kernels else ():
             measured[name].kernels = worker.do("kernels")
-    for one in measured.values() if plan.device != "cuda" else ():
-        one.peak = 0
     return measured
 
 
@@ -162,7 +162,8 @@ def _work(connection: Connection, build: Builder, config: RunConfig, plan: Plan)
 
 
 def _build(build: Builder, plan: Plan) -> tuple[System | None, int | None]:
-    """A system that has compiled, and the peak memory of a step; nothing if memory ran out."""
+    """A system that has compiled, and the peak memory of a step, 0 on a CPU; None for both if
+    memory ran out."""
     try:
         system = build()
         for _ in range(3):
@@ -172,7 +173,7 @@ def _build(build: Builder, plan: Plan) -> tuple[System | None, int | None]:
             raise
     else:
         if plan.device != "cuda":
-            return system, 1
+            return system, 0
         torch.cuda.reset_peak_memory_stats()
         system.step().item()
         return system, torch.cuda.max_memory_allocated()

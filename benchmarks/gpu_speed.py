@@ -1,4 +1,4 @@
-"""Training speed and memory of GPT-2 on a GPU: nanoGPT, transformers and ours in one process.
+"""Training speed and memory of GPT-2 on a GPU: nanoGPT, transformers and ours.
 
     python benchmarks/gpu_speed.py --nanogpt PATH/TO/nanoGPT --size 124M 350M 774M 1.5B
     python benchmarks/gpu_speed.py --nanogpt PATH/TO/nanoGPT --ours --ours 'train.recompute="full"'

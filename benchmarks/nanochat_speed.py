@@ -1,4 +1,4 @@
-"""Training speed of nanochat beside ours at its own sizes, in bf16 and in fp8, in one process.
+"""Training speed of nanochat beside ours at its own sizes, in bf16 and in fp8.
 
     python benchmarks/nanochat_speed.py --nanochat PATH/TO/nanochat --depth 20 --batch 16
     python benchmarks/nanochat_speed.py --nanochat PATH/TO/nanochat --depth 24 --width 1024 \

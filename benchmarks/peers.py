@@ -1,4 +1,4 @@
-"""Systems that train the same GPT-2, built alike and measured side by side in one process.
+"""Systems that train the same GPT-2, built alike and measured side by side.
 
     nanoGPT        its model, optimizer, way of reading batches and clipping, from a checkout
     transformers   GPT2LMHeadModel with SDPA attention and fused AdamW, where it is installed

@@ -1,4 +1,4 @@
-"""Training speed of a small GPT on the CPU: nanoGPT, transformers and ours in one process.
+"""Training speed of a small GPT on the CPU: nanoGPT, transformers and ours.
 
     python benchmarks/speed.py --nanogpt PATH/TO/nanoGPT
     python benchmarks/speed.py --nanogpt PATH/TO/nanoGPT --activation gelu_tanh
